@@ -38,7 +38,7 @@ check: .venv/.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: .venv/.stamp
 	$(BIN)/ruff check --fix
