@@ -1,0 +1,146 @@
+"""Structural operations on leaves: slice, scale, pad, join, split.  None of them changes what a leaf means."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum
+from attrax.core.pytree import tree_map
+
+T = TypeVar("T", Factorized, Lookup, Diagonal, Materialized, Sum)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in for inputs of `dtype`: float32 at least.
+
+    >>> wide(torch.bfloat16), wide(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def take(leaf: T, examples: Tensor | slice) -> T:
+    """The leaf of some of its examples, by index, boolean mask or slice.
+
+    >>> from attrax.core import diagonal
+    >>> take(diagonal("b", torch.ones(4, 1, 1), torch.ones(4, 1, 3)), slice(0, 2)).g.shape
+    torch.Size([2, 1, 3])
+    """
+    return tree_map(lambda x: x[examples], leaf)
+
+
+def on_gradient(leaf: Leaf, function: Callable[[Tensor], Tensor]) -> Leaf:
+    """Apply a function that is linear in G: to `g` of a factored leaf, to `w` of a materialized one, to every use."""
+    match leaf:
+        case Sum():
+            return replace(leaf, uses=tuple(on_gradient(use, function) for use in leaf.uses))
+        case Materialized():
+            return replace(leaf, w=function(leaf.w))
+        case _:
+            return replace(leaf, g=function(leaf.g))
+
+
+def scale_examples(leaf: Leaf, scale: Float[Tensor, " B"] | None) -> Leaf:
+    """Multiply each example's gradient by a number, in float32 or better; None leaves it as it is.
+
+    >>> from attrax.core import diagonal
+    >>> leaf = diagonal("b", torch.ones(2, 1, 1), torch.ones(2, 1, 1))
+    >>> scale_examples(leaf, torch.tensor([2.0, 3.0])).g.flatten()
+    tensor([2., 3.])
+    """
+    if scale is None:
+        return leaf
+
+    def scaled(g: Tensor) -> Tensor:
+        factor = scale.to(g.device, wide(g.dtype)).reshape(-1, *[1] * (g.ndim - 1))
+        return g * factor
+
+    return on_gradient(leaf, scaled)
+
+
+def pad_rows(leaf: T, rows: int) -> T:
+    """Append zero rows to a factored leaf until T = `rows`; gradients stay the same."""
+
+    def pad(x: Tensor) -> Tensor:
+        missing = rows - x.shape[1]
+        shape = (x.shape[0], missing, *x.shape[2:])
+        return x if missing <= 0 else torch.cat([x, x.new_zeros(shape)], 1)
+
+    return leaf if isinstance(leaf, Materialized) else tree_map(pad, leaf)
+
+
+def trim_rows(leaf: T) -> T:
+    """Drop the trailing rows in which `g` is zero for every example.  Reads the data (one host sync a leaf)."""
+    if isinstance(leaf, Materialized):
+        return leaf
+    if isinstance(leaf, Sum):
+        return replace(leaf, uses=tuple(trim_rows(use) for use in leaf.uses))
+    if leaf.calls != 1:
+        return leaf
+    used = (leaf.g != 0).any(-1).any(0).nonzero()
+    length = int(used[-1]) + 1 if len(used) else min(1, leaf.g.shape[1])
+    return tree_map(lambda x: x[:, :length], leaf)
+
+
+def concat(leaves: Sequence[T]) -> T:
+    """Join leaves of the same parameters along the examples, padding shorter ones with zero rows.
+
+    Raises:
+        ValueError: If the leaves differ in kind or parts.
+
+    >>> from attrax.core import diagonal
+    >>> a, b = (diagonal("b", torch.ones(1, t, 1), torch.ones(1, t, 3)) for t in (2, 5))
+    >>> concat([a, b]).g.shape
+    torch.Size([2, 5, 3])
+    """
+    first = leaves[0]
+    if len(leaves) == 1:
+        return first
+    if any(type(leaf) is not type(first) or leaf.parts != first.parts or leaf.basis != first.basis for leaf in leaves):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        raise ValueError(
+            f"concat: leaf '{first.parts[0].weight}': cannot join {kinds} or different parts or bases. "
+            "Capture all blocks with the same layer selection and transform."
+        )
+    if isinstance(first, Sum):
+        columns = zip(*(leaf.uses for leaf in leaves if isinstance(leaf, Sum)), strict=True)
+        return replace(first, uses=tuple(concat(column) for column in columns))
+    if not isinstance(first, Materialized):
+        rows = max(leaf.g.shape[1] for leaf in leaves if not isinstance(leaf, Materialized | Sum))
+        leaves = [pad_rows(leaf, rows) for leaf in leaves]
+    names = ("w",) if isinstance(first, Materialized) else ("a", "x", "ids", "g")
+    fields = {n: torch.cat([getattr(leaf, n) for leaf in leaves]) for n in names if hasattr(first, n)}
+    return replace(first, **fields)
+
+
+def concat_rows(leaves: Sequence[T]) -> T:
+    """Join several calls of one parameter (same examples) along the rows: G adds up, cross terms included.
+
+    >>> from attrax.core import diagonal
+    >>> a = diagonal("b", torch.ones(1, 2, 1), torch.ones(1, 2, 3))
+    >>> concat_rows([a, a]).calls
+    2
+    """
+    first = leaves[0]
+    if len(leaves) == 1 or isinstance(first, Materialized | Sum):
+        return first
+    names = [n for n in ("a", "x", "ids", "g") if hasattr(first, n)]
+    fields = {n: torch.cat([getattr(leaf, n) for leaf in leaves], 1) for n in names}
+    return replace(first, calls=sum(leaf.calls for leaf in leaves if not isinstance(leaf, Materialized | Sum)), **fields)
+
+
+def unstack(leaf: Factorized) -> dict[str, Factorized]:
+    """One leaf per stacked part; all share `a`."""
+    pieces = leaf.g.split([part.width for part in leaf.parts], dim=-1)
+    return {p.weight: replace(leaf, g=g, parts=(p,)) for p, g in zip(leaf.parts, pieces, strict=True)}
+
+
+def swap_roles(leaf: Factorized) -> Factorized:
+    """The same gradient transposed: `a` and `g` exchanged (a weight used both as W x and as x W)."""
+    part = leaf.parts[0]
+    flipped = Part(part.weight, leaf.a.shape[-1], None, not part.transposed, part.head)
+    return replace(leaf, a=leaf.g, g=leaf.a, parts=(flipped,))

@@ -1,0 +1,129 @@
+"""Reductions of gradients: build them, sum them, hand them back in the parameters' own layout."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attrax.core.algebra import wide
+from attrax.core.contract import CPU, Hardware, Operand, execute, plan_contraction, problem
+from attrax.core.leaves import Leaf, Lookup, Materialized, Sum, batch_size, dtype_of
+from attrax.core.terms import terms
+from attrax.core.tree import GradTree
+
+
+def _build(leaf: Leaf, hardware: Hardware, weights: Tensor | None) -> Tensor:
+    """Dense gradients [B, ...] of a leaf, or their weighted sum [...]."""
+    dtype = wide(dtype_of(leaf))
+    total: Tensor | None = None
+    for term in terms(leaf, dtype):
+        extra = () if weights is None else (Operand("b", weights.to(term_device(term), dtype)),)
+        letters = "".join(o.letters for o in term)
+        kept = "oi" if "o" in letters else "i"
+        output = kept if weights is not None else "b" + kept
+        operands = (*term, *extra)
+        itemsize = torch.empty((), dtype=dtype).element_size()
+        plan = plan_contraction(problem(operands, (), output, itemsize=itemsize), hardware)
+        value = execute(plan, operands, train=len(operands))
+        total = value if total is None else total + value
+    assert total is not None
+    return total
+
+
+def term_device(term: tuple[Operand, ...]) -> torch.device:
+    """Device of a term's operands."""
+    data = term[0].data
+    return data.device if isinstance(data, Tensor) else data.ids.device
+
+
+def materialize_leaf(leaf: Leaf, *, hardware: Hardware = CPU) -> Materialized:
+    """Build the per-example gradients of a leaf: ``w [B, No, Ni (+1)]``, or [B, d] for diagonal leaves.
+
+    >>> from attrax.core import factorized
+    >>> materialize_leaf(factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))).w.shape
+    torch.Size([2, 5, 4])
+    """
+    if isinstance(leaf, Materialized):
+        return leaf
+    return Materialized(_build(leaf, hardware, None), leaf.parts, getattr(leaf, "bias", False), leaf.basis)
+
+
+def materialize(grads: GradTree, *, hardware: Hardware = CPU) -> GradTree:
+    """Build every leaf's per-example gradients.
+
+    >>> from attrax.core import GradTree, factorized
+    >>> tree = GradTree({"w": factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))})
+    >>> materialize(tree)["w"].w.shape
+    torch.Size([2, 5, 4])
+    """
+    return grads.map(lambda _, leaf: materialize_leaf(leaf, hardware=hardware))
+
+
+def aggregate(grads: GradTree, weights: Float[Tensor, " B"] | None = None, *, hardware: Hardware = CPU) -> GradTree:
+    """Weighted sum of the examples' gradients, ``sum_b w_b G_b``, without any per-example tensor.
+
+    Args:
+        grads: Gradients of B examples.
+        weights: w [B]; ones if omitted.
+        hardware: Roofline figures and memory budget.
+
+    Returns:
+        A tree of Materialized leaves holding one example.
+
+    >>> from attrax.core import GradTree, factorized
+    >>> tree = GradTree({"w": factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))})
+    >>> aggregate(tree)["w"].w[0, 0, 0]
+    tensor(6.)
+    """
+
+    def total(_: str, leaf: Leaf) -> Leaf:
+        device = term_device(terms(leaf, wide(dtype_of(leaf)))[0])
+        w = torch.ones(batch_size(leaf), device=device) if weights is None else weights
+        value = _build(leaf, hardware, w).unsqueeze(0)
+        if isinstance(leaf, Materialized):
+            value = value.reshape(1, *leaf.w.shape[1:])
+        return Materialized(value, leaf.parts, getattr(leaf, "bias", False), leaf.basis)
+
+    return grads.map(total)
+
+
+def compact(leaf: Leaf) -> Leaf:
+    """The smaller exact form of a leaf: factored iff T (Ni + No) < Ni No; norm layers are always built.
+
+    >>> from attrax.core import factorized
+    >>> type(compact(factorized("w", torch.ones(2, 9, 4), torch.ones(2, 9, 4)))).__name__
+    'Materialized'
+    """
+    if isinstance(leaf, Materialized | Sum | Lookup):
+        return leaf
+    x = leaf.a if hasattr(leaf, "a") else None
+    rows, No = leaf.g.shape[1:]
+    if x is not None and rows * (x.shape[-1] + No) < x.shape[-1] * No:
+        return leaf
+    return materialize_leaf(leaf)
+
+
+def stored(grads: GradTree) -> dict[str, Float[Tensor, "B *shape"]]:
+    """Per-example gradients by parameter, in each parameter's stored layout: parts, biases and transposes undone.
+
+    Raises:
+        ValueError: If a leaf is in another basis (projected), which has no stored layout.
+
+    >>> from attrax.core import GradTree, factorized
+    >>> leaf = factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5), bias="b")
+    >>> {name: tuple(x.shape) for name, x in stored(GradTree({"w": leaf})).items()}
+    {'w': (2, 5, 4), 'b': (2, 5)}
+    """
+    out: dict[str, Tensor] = {}
+    for name, leaf in grads.items():
+        if leaf.basis:
+            raise ValueError(f"stored: leaf '{name}' is in basis '{leaf.basis}', not in the parameter's own layout.")
+        w = materialize_leaf(leaf)
+        if w.w.ndim != 3 or len(leaf.parts) == 1 and not w.bias and not leaf.parts[0].transposed:
+            out[leaf.parts[0].weight] = w.w
+            continue
+        for part, rows in zip(leaf.parts, w.w.split([p.width for p in leaf.parts], 1), strict=True):
+            weight = rows[..., :-1] if w.bias else rows
+            out[part.weight] = weight.transpose(1, 2) if part.transposed else weight
+            if w.bias and part.bias is not None:
+                out[part.bias] = rows[..., -1]
+    return out

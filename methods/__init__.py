@@ -1,0 +1,28 @@
+"""Attribution methods: one paper (or family) a file, plain functions of sources.
+
+Every method returns `Scores` [N, Q], train rows by query columns, **higher = more helpful**: the first-order decrease of
+the query's loss when the train example is up-weighted.
+"""
+
+from attrax.methods.graddot import gradcos as gradcos
+from attrax.methods.graddot import graddot as graddot
+from attrax.methods.kfac import Curvature as Curvature
+from attrax.methods.kfac import ekfac as ekfac
+from attrax.methods.kfac import fit_ekfac as fit_ekfac
+from attrax.methods.kfac import fit_kfac as fit_kfac
+from attrax.methods.kfac import influence as influence
+from attrax.methods.kfac import kfac as kfac
+from attrax.methods.kfac import preconditioned as preconditioned
+from attrax.methods.logra import ProjectedFisher as ProjectedFisher
+from attrax.methods.logra import fit_logra as fit_logra
+from attrax.methods.logra import logra as logra
+from attrax.methods.logra import score_logra as score_logra
+from attrax.methods.metrics import average_ranks as average_ranks
+from attrax.methods.metrics import descending_rank as descending_rank
+from attrax.methods.metrics import recall_at as recall_at
+from attrax.methods.metrics import spearman as spearman
+from attrax.methods.pairwise import pairwise as pairwise
+from attrax.methods.self_influence import self_influence as self_influence
+from attrax.methods.tracin import Stepped as Stepped
+from attrax.methods.tracin import tracin as tracin
+from attrax.methods.tracin import tracin_checkpoints as tracin_checkpoints

@@ -1,0 +1,100 @@
+"""Inner-product scores of a train source against queries held in memory: the loop every gradient method ends in.
+
+    s[i, q] = sum_leaves <G_i, V_q>
+
+with V the queries' gradients, plain or preconditioned.  Train leaves are scored the moment they exist and freed.
+A query that a route would build anyway is built once and kept while it fits the memory budget.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attrax.core import CPU, Block, Examples, Hardware, Leaf, Materialized, Scores, Source, gram_leaf, materialize_leaf
+from attrax.core.products import plan_leaf
+from attrax.core.scores import scores
+from attrax.core.source import one_fingerprint, row_sums
+
+_MANY = 1_000
+
+
+def pairwise(
+    train: Source, queries: Block, *, about: Mapping[str, str], hardware: Hardware = CPU, operation: str = "score"
+) -> Scores:
+    """Score every train example against every query.
+
+    Args:
+        train: Train gradients, at the parameters of the queries.
+        queries: Query gradients as one block (`attrax.core.collect`).
+        about: Description stored with the scores.
+        hardware: Roofline figures and memory budget.
+        operation: Name used in errors.
+
+    Returns:
+        Scores [N, Q]; higher = more helpful (first-order decrease of the query's loss).
+
+    Raises:
+        ValueError: If parameters differ, leaves do not match, or the train source is empty.
+
+    >>> import torch
+    >>> from attrax.core import Blocks, GradTree, factorized
+    >>> grads = GradTree({"w": factorized("w", torch.ones(1, 1, 2), torch.ones(1, 1, 2))})
+    >>> block = Block(grads, Examples(("x",)))
+    >>> pairwise(Blocks([block]), block, about={}).values
+    tensor([[4.]])
+    """
+    measure = _scorer(queries, hardware, operation)
+    rows: list[Examples] = []
+    values: list[Tensor] = []
+    for examples, value in row_sums(measure, train):
+        one_fingerprint(queries.examples.fingerprint, examples, operation)
+        if len(examples) == 0:
+            continue
+        if value is None:
+            raise ValueError(f"{operation}: no leaf of the train source matches the queries' leaves.")
+        rows.append(examples)
+        values.append(value)
+    if not rows:
+        raise ValueError(f"{operation}: the train source yielded no examples.")
+    return scores(torch.cat(values), rows, queries.examples.ids, about)
+
+
+def _scorer(queries: Block, hardware: Hardware, operation: str):  # noqa: ANN202
+    prepared: dict[str, Leaf] = {}
+    spent = 0
+
+    def prepare(name: str, leaf: Leaf) -> Leaf:
+        nonlocal spent
+        query = queries.grads[name]
+        if isinstance(query, Materialized):
+            return query
+        routes = {plan.route for plan in plan_leaf(name, leaf, query, hardware=hardware, reuse=_MANY)}
+        if routes & {"materialize", "mixed"}:
+            size = _dense_bytes(query)
+            if spent + size <= hardware.memory:
+                spent += size
+                return materialize_leaf(query)
+        return query
+
+    def measure(name: str, leaf: Leaf, examples: Examples) -> Tensor:
+        if name not in queries.grads:
+            raise ValueError(
+                f"{operation}: train leaf '{name}' has no query gradient; the queries hold "
+                f"{list(queries.grads)[:5]} …. Capture both sides with the same selection and transform."
+            )
+        if name not in prepared:
+            prepared[name] = prepare(name, leaf)
+        return gram_leaf(leaf, prepared[name], name=name, hardware=hardware, reuse=_MANY)
+
+    return measure
+
+
+def _dense_bytes(leaf: Leaf) -> int:
+    match leaf:
+        case Materialized():
+            return leaf.w.numel() * leaf.w.element_size()
+        case _:
+            first = getattr(leaf, "uses", (leaf,))[0]
+            width = getattr(first, "a", first.g).shape[-1] if not hasattr(first, "x") else 1
+            return first.g.shape[0] * sum(p.width for p in leaf.parts) * (width + 1) * max(4, first.g.element_size())
