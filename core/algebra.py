@@ -100,7 +100,10 @@ def concat(leaves: Sequence[T]) -> T:
     first = leaves[0]
     if len(leaves) == 1:
         return first
-    if any(type(leaf) is not type(first) or leaf.parts != first.parts or leaf.basis != first.basis for leaf in leaves):
+    if any(
+        type(leaf) is not type(first) or leaf.parts != first.parts or leaf.basis != first.basis
+        for leaf in leaves
+    ):
         kinds = sorted({type(leaf).__name__ for leaf in leaves})
         raise ValueError(
             f"concat: leaf '{first.parts[0].weight}': cannot join {kinds} or different parts or bases. "
@@ -130,7 +133,9 @@ def concat_rows(leaves: Sequence[T]) -> T:
         return first
     names = [n for n in ("a", "x", "ids", "g") if hasattr(first, n)]
     fields = {n: torch.cat([getattr(leaf, n) for leaf in leaves], 1) for n in names}
-    return replace(first, calls=sum(leaf.calls for leaf in leaves if not isinstance(leaf, Materialized | Sum)), **fields)
+    return replace(
+        first, calls=sum(leaf.calls for leaf in leaves if not isinstance(leaf, Materialized | Sum)), **fields
+    )
 
 
 def unstack(leaf: Factorized) -> dict[str, Factorized]:

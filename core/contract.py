@@ -74,7 +74,11 @@ class Operand:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of `letters`."""
-        return (*self.data.ids.shape, self.data.size) if isinstance(self.data, OneHot) else tuple(self.data.shape)
+        return (
+            (*self.data.ids.shape, self.data.size)
+            if isinstance(self.data, OneHot)
+            else tuple(self.data.shape)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,13 @@ class _Node:
 
 
 def problem(
-    train: Sequence[Operand], query: Sequence[Operand], output: str, *, itemsize: int, twins: bool = False, reuse: int = 1
+    train: Sequence[Operand],
+    query: Sequence[Operand],
+    output: str,
+    *,
+    itemsize: int,
+    twins: bool = False,
+    reuse: int = 1,
 ) -> Problem:
     """Describe the contraction ``train . query -> output``.
 
@@ -176,7 +186,9 @@ def problem(
     for operand in (*train, *query):
         for letter, size in zip(operand.letters, operand.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise ValueError(f"axis '{letter}' has size {sizes[letter]} on one side and {size} on the other")
+                raise ValueError(
+                    f"axis '{letter}' has size {sizes[letter]} on one side and {size} on the other"
+                )
     operands = (*train, *query)
     return Problem(
         tuple(o.letters for o in operands),
@@ -251,7 +263,9 @@ def _kind(x: _Node, y: _Node, out: str) -> Literal["gemm", "gather", "scatter", 
     return "scatter" if vocabulary in out and row not in out and row in dense.letters else None
 
 
-def _tree_steps(p: Problem, tree: Tree, sizes: dict[str, int]) -> tuple[_Node, list[tuple[_Node, _Node, _Node]]] | None:
+def _tree_steps(
+    p: Problem, tree: Tree, sizes: dict[str, int]
+) -> tuple[_Node, list[tuple[_Node, _Node, _Node]]] | None:
     """Nodes of the tree's steps in execution order; None if a step has no kernel."""
     steps: list[tuple[_Node, _Node, _Node]] = []
     everything = frozenset(range(len(p.letters)))
@@ -311,7 +325,9 @@ def _price(p: Problem, tree: Tree, hardware: Hardware) -> Plan | None:
         equation = f"{x.letters},{y.letters}->{out.letters}"
         steps.append(Step(equation, kind, flops, traffic, elements, seconds, _count(p, out.ops, nb, nq)))
     total = [sum(s.count * getattr(s, f) for s in steps) for f in ("flops", "traffic", "seconds")]
-    return Plan(p.equation, route_of(tree, p.train), tree, tuple(steps), (tb, tq), total[0], total[1], peak, total[2])
+    return Plan(
+        p.equation, route_of(tree, p.train), tree, tuple(steps), (tb, tq), total[0], total[1], peak, total[2]
+    )
 
 
 def _peak(nodes: list[tuple[_Node, _Node, _Node]], sizes: dict[str, int]) -> int:
@@ -336,7 +352,9 @@ class _Roofline(PathOptimizer):
     def __call__(
         self, inputs: object, output: object, size_dict: object, memory_limit: object = None
     ) -> list[tuple[int, ...]]:
-        plans = (_price(self.problem, t, self.hardware) for t in _trees(tuple(range(len(self.problem.letters)))))
+        plans = (
+            _price(self.problem, t, self.hardware) for t in _trees(tuple(range(len(self.problem.letters))))
+        )
         usable = [q for q in plans if q is not None and self.route in (None, q.route)]
         if not usable:
             raise ValueError(f"{self.problem.equation}: no executable route {self.route!r}")
@@ -458,9 +476,13 @@ def _evaluate(
             memo[ops] = result
         elif twins and max(ops) < train and max(ops) + train < len(operands):
             rename = {
-                c: d for i in ops for c, d in zip(operands[i].letters, operands[i + train].letters, strict=True)
+                c: d
+                for i in ops
+                for c, d in zip(operands[i].letters, operands[i + train].letters, strict=True)
             }
-            local[frozenset(i + train for i in ops)] = Operand("".join(rename[c] for c in letters), result.data)
+            local[frozenset(i + train for i in ops)] = Operand(
+                "".join(rename[c] for c in letters), result.data
+            )
         return result
 
     result = visit(tree)
@@ -558,10 +580,20 @@ def _select(hot: Operand, other: Operand, out: str) -> Tensor:
     kept = [c for c in index if c in out]
     if kept:
         offset = torch.arange(ids.shape[0], device=ids.device).reshape(-1, *[1] * (ids.ndim - 1))
-        rows_out, flat_ids, lead = ids.shape[0] * size, (offset * size + ids).reshape(-1), (ids.shape[0], size)
+        rows_out, flat_ids, lead = (
+            ids.shape[0] * size,
+            (offset * size + ids).reshape(-1),
+            (ids.shape[0], size),
+        )
     else:
         rows_out, flat_ids, lead = size, ids.reshape(-1), (size,)
-    flat = source.reshape(flat_ids.shape[0], -1) if source.numel() else source.reshape(flat_ids.shape[0], prod(width))
-    total = torch.zeros(rows_out, flat.shape[1], dtype=flat.dtype, device=flat.device).index_add(0, flat_ids, flat)
+    flat = (
+        source.reshape(flat_ids.shape[0], -1)
+        if source.numel()
+        else source.reshape(flat_ids.shape[0], prod(width))
+    )
+    total = torch.zeros(rows_out, flat.shape[1], dtype=flat.dtype, device=flat.device).index_add(
+        0, flat_ids, flat
+    )
     letters = "".join(kept) + v + "".join(rest)
     return total.reshape(*lead, *width).permute([letters.index(c) for c in out])

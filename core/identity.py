@@ -16,7 +16,10 @@ _CHUNK = 2**20
 
 
 def content_ids(
-    inputs: Mapping[str, Tensor], *, lengths: Int[Tensor, " B"] | None = None, ignore: Iterable[str] = ("attention_mask",)
+    inputs: Mapping[str, Tensor],
+    *,
+    lengths: Int[Tensor, " B"] | None = None,
+    ignore: Iterable[str] = ("attention_mask",),
 ) -> tuple[str, ...]:
     """Content hash of each row of a batch.
 

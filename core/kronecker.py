@@ -13,7 +13,6 @@ loss term can see count nowhere, and the constant bias column is 1 on those rows
 share A (accumulated and decomposed once) and keep their own C.  A side wider than `max_dim` is kept diagonal.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,7 +96,9 @@ def _second_moment(x: Float[Tensor, "R N"], max_dim: int) -> Tensor:
     return x.T @ x if x.shape[1] <= max_dim else x.square().sum(0)
 
 
-def kronecker_sums(leaf: Factorized, *, dtype: torch.dtype | None = None, max_dim: int = MAX_DIM) -> KroneckerSums:
+def kronecker_sums(
+    leaf: Factorized, *, dtype: torch.dtype | None = None, max_dim: int = MAX_DIM
+) -> KroneckerSums:
     """Statistics of one leaf; the `init` and the increment of the monoid.
 
     Args:
@@ -146,7 +147,9 @@ def merge(x: KroneckerSums, y: KroneckerSums) -> KroneckerSums:
     tensor(4)
     """
     if x.parts != y.parts:
-        raise ValueError(f"merge: statistics of {[p.weight for p in x.parts]} and {[p.weight for p in y.parts]}.")
+        raise ValueError(
+            f"merge: statistics of {[p.weight for p in x.parts]} and {[p.weight for p in y.parts]}."
+        )
     g = tuple(u + v for u, v in zip(x.g, y.g, strict=True))
     return KroneckerSums(x.a + y.a, g, x.rows + y.rows, x.examples + y.examples, x.parts)
 
@@ -189,7 +192,9 @@ def eigenbasis(sums: KroneckerSums, *, dtype: torch.dtype = torch.float64) -> Ei
     """
     name = sums.parts[0].weight
     if not int(sums.rows):
-        raise ValueError(f"eigenbasis: layer '{name}' saw no row with a gradient; fit on examples with a loss.")
+        raise ValueError(
+            f"eigenbasis: layer '{name}' saw no row with a gradient; fit on examples with a loss."
+        )
     ua, la = _decompose(name, sums.a / sums.rows, dtype)
     sides = [_decompose(p.weight, g / sums.rows, dtype) for p, g in zip(sums.parts, sums.g, strict=True)]
     positions = sums.rows.to(sums.a.dtype) / sums.examples
@@ -328,5 +333,3 @@ def precondition(
 
 def _transpose(u: Tensor | None) -> Tensor | None:
     return None if u is None else u.T
-
-

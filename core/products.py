@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attrax.core.contract import CPU, Hardware, Operand, Plan, Route, execute, plan_contraction, problem
 from attrax.core.algebra import wide
+from attrax.core.contract import CPU, Hardware, Operand, Plan, Route, execute, plan_contraction, problem
 from attrax.core.leaves import Leaf, Materialized, batch_size, dtype_of
 from attrax.core.terms import Term, rename, terms
 from attrax.core.tree import GradTree
@@ -108,7 +108,9 @@ def _plan_pair(
     try:
         shape = problem(left, right, output, itemsize=dense[0].element_size(), twins=twins, reuse=reuse)
     except ValueError as error:
-        raise ValueError(f"{operation}: leaf '{name}': {error}. Capture both sides from the same model.") from None
+        raise ValueError(
+            f"{operation}: leaf '{name}': {error}. Capture both sides from the same model."
+        ) from None
     return plan_contraction(shape, hardware, route)
 
 
@@ -251,7 +253,10 @@ def sq_norms(
     """
     metric = metric or {}
     return torch.stack(
-        [sq_norms_leaf(x, name=n, metric=metric.get(n), route=route, hardware=hardware) for n, x in grads.items()]
+        [
+            sq_norms_leaf(x, name=n, metric=metric.get(n), route=route, hardware=hardware)
+            for n, x in grads.items()
+        ]
     ).sum(0)
 
 
@@ -281,7 +286,9 @@ def token_scores_leaf(
         )
     pairs = _pairs("token_scores", name, x, y, "btq", None)
     total: Tensor | None = None
-    for (left, right, output, _), use in zip(pairs, [u for u in uses for _ in range(len(pairs) // len(uses))], strict=True):
+    for (left, right, output, _), use in zip(
+        pairs, [u for u in uses for _ in range(len(pairs) // len(uses))], strict=True
+    ):
         value = _contract_pairs("token_scores", name, [(left, right, output, False)], hardware, route, 1)
         value = value.unflatten(1, (use.calls, -1)).sum(1)
         total = value if total is None else total + value
@@ -319,7 +326,9 @@ def token_scores(
     }
     lengths = {name: value.shape[1] for name, value in values.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"token_scores: leaves have different numbers of positions: {lengths}. Score them apart.")
+        raise ValueError(
+            f"token_scores: leaves have different numbers of positions: {lengths}. Score them apart."
+        )
     return torch.stack(list(values.values())).sum(0)
 
 

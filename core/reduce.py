@@ -58,7 +58,9 @@ def materialize(grads: GradTree, *, hardware: Hardware = CPU) -> GradTree:
     return grads.map(lambda _, leaf: materialize_leaf(leaf, hardware=hardware))
 
 
-def aggregate(grads: GradTree, weights: Float[Tensor, " B"] | None = None, *, hardware: Hardware = CPU) -> GradTree:
+def aggregate(
+    grads: GradTree, weights: Float[Tensor, " B"] | None = None, *, hardware: Hardware = CPU
+) -> GradTree:
     """Weighted sum of the examples' gradients, ``sum_b w_b G_b``, without any per-example tensor.
 
     Args:
@@ -116,7 +118,9 @@ def stored(grads: GradTree) -> dict[str, Float[Tensor, "B *shape"]]:
     out: dict[str, Tensor] = {}
     for name, leaf in grads.items():
         if leaf.basis:
-            raise ValueError(f"stored: leaf '{name}' is in basis '{leaf.basis}', not in the parameter's own layout.")
+            raise ValueError(
+                f"stored: leaf '{name}' is in basis '{leaf.basis}', not in the parameter's own layout."
+            )
         w = materialize_leaf(leaf)
         if w.w.ndim != 3 or len(leaf.parts) == 1 and not w.bias and not leaf.parts[0].transposed:
             out[leaf.parts[0].weight] = w.w

@@ -58,7 +58,9 @@ class Scores:
         order = {i: k for k, i in enumerate(dict.fromkeys(self.ids))}
         index = torch.tensor([order[i] for i in self.ids], device=self.values.device)
         total = self.values.new_zeros(len(order), self.values.shape[1]).index_add(0, index, self.values)
-        count = torch.zeros(len(order), dtype=torch.int64, device=index.device).index_add(0, index, torch.ones_like(index))
+        count = torch.zeros(len(order), dtype=torch.int64, device=index.device).index_add(
+            0, index, torch.ones_like(index)
+        )
         return replace(self, values=total, ids=tuple(order), steps=(), micros=()), count
 
     def top(self, k: int, query: str | int = 0, *, lowest: bool = False) -> list[tuple[str, float]]:
@@ -91,7 +93,9 @@ class Scores:
                 raise KeyError(f"query {query} is out of range: there are {len(self.query_ids)} queries.")
             return query
         if query not in self.query_ids:
-            raise KeyError(f"unknown query '{query}'; there are {len(self.query_ids)}: {list(self.query_ids[:5])} …")
+            raise KeyError(
+                f"unknown query '{query}'; there are {len(self.query_ids)}: {list(self.query_ids[:5])} …"
+            )
         return self.query_ids.index(query)
 
     def query(self, *ids: str) -> "Scores":
@@ -104,7 +108,9 @@ class Scores:
         tensor([[2.]])
         """
         columns = [self._column(i) for i in ids]
-        return replace(self, values=self.values[:, columns], query_ids=tuple(self.query_ids[c] for c in columns))
+        return replace(
+            self, values=self.values[:, columns], query_ids=tuple(self.query_ids[c] for c in columns)
+        )
 
     def example(self, *ids: str) -> "Scores":
         """The rows of some examples (all their steps), in row order.
@@ -136,7 +142,10 @@ class Scores:
         if missing:
             raise KeyError(f"in_order: {len(missing)} examples have no score, e.g. {missing[:5]}.")
         steps, micros = self.steps or (0,) * len(self), self.micros or (0,) * len(self)
-        rows = sorted((k for k, i in enumerate(self.ids) if i in place), key=lambda k: (place[self.ids[k]], steps[k], micros[k]))
+        rows = sorted(
+            (k for k, i in enumerate(self.ids) if i in place),
+            key=lambda k: (place[self.ids[k]], steps[k], micros[k]),
+        )
         cut = {n: tuple(v[k] for k in rows) for n, v in (("steps", self.steps), ("micros", self.micros)) if v}
         return replace(self, values=self.values[rows], ids=tuple(self.ids[k] for k in rows), **cut)
 
@@ -156,7 +165,13 @@ class Scores:
         v = self.values
         if how not in ("sum", "mean", "max"):
             raise ValueError(f"aggregate: got {how!r}; expected 'sum', 'mean' or 'max'.")
-        total = v.sum(1, keepdim=True) if how == "sum" else v.mean(1, keepdim=True) if how == "mean" else v.amax(1, True)
+        total = (
+            v.sum(1, keepdim=True)
+            if how == "sum"
+            else v.mean(1, keepdim=True)
+            if how == "mean"
+            else v.amax(1, True)
+        )
         return replace(self, values=total, query_ids=(name or how,))
 
 
@@ -170,7 +185,9 @@ def scores(
     """
     ids = tuple(i for e in rows for i in e.ids)
     if values.shape != (len(ids), len(query_ids)):
-        raise ValueError(f"scores: {tuple(values.shape)} values for {len(ids)} examples and {len(query_ids)} queries.")
+        raise ValueError(
+            f"scores: {tuple(values.shape)} values for {len(ids)} examples and {len(query_ids)} queries."
+        )
     steps = tuple(e.step for e in rows for _ in e.ids)
     micros = tuple(e.micro for e in rows for _ in e.ids)
     return Scores(values, ids, tuple(query_ids), steps, micros, {**about, "sign": SIGN})

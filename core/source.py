@@ -266,6 +266,8 @@ def join(blocks: list[Block]) -> Block:
     names = list(blocks[0].grads)
     for block in blocks:
         if set(block.grads) != set(names):
-            raise ValueError(f"join: blocks hold different leaves: {sorted(set(block.grads) ^ set(names))[:5]}.")
+            raise ValueError(
+                f"join: blocks hold different leaves: {sorted(set(block.grads) ^ set(names))[:5]}."
+            )
     grads = GradTree({n: concat([block.grads[n] for block in blocks]) for n in names})
     return Block(grads, concat_examples([block.examples for block in blocks]))

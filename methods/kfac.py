@@ -128,7 +128,9 @@ def fit_kfac(
     >>> fit_kfac(source).eigenvalues["w"].shape
     torch.Size([3, 2])
     """
-    bases, fingerprint, count = _fit_bases(train, fisher, target, scope, projection, max_dim, seed, "fit_kfac")
+    bases, fingerprint, count = _fit_bases(
+        train, fisher, target, scope, projection, max_dim, seed, "fit_kfac"
+    )
     values = {name: kfac_eigenvalues(basis) for name, basis in bases.items()}
     return Curvature(bases, values, "kfac", fisher, target, fingerprint, count, projection)
 
@@ -145,7 +147,9 @@ def _fit_bases(
 ) -> tuple[dict[str, Eigenbasis], str, int]:
     source = _fit_source(train, fisher, target, seed, operation)
     rows = transformed(source, _view(scope, projection, keep_rows=True))
-    sums, fingerprint, count = fold(lambda state, leaf: update(state, leaf, max_dim=max_dim), rows, operation=operation)
+    sums, fingerprint, count = fold(
+        lambda state, leaf: update(state, leaf, max_dim=max_dim), rows, operation=operation
+    )
     if not sums:
         raise ValueError(f"{operation}: no leaf is in scope. Pass scope=, or capture linear-type layers.")
     return {name: eigenbasis(state) for name, state in sums.items()}, fingerprint, count
@@ -174,8 +178,12 @@ def fit_ekfac(
     'ekfac'
     """
     if not train.reiterable:
-        raise ValueError("fit_ekfac: needs two passes over the data, but this source can be read once. Use a store.")
-    bases, fingerprint, count = _fit_bases(train, fisher, target, scope, projection, max_dim, seed, "fit_ekfac")
+        raise ValueError(
+            "fit_ekfac: needs two passes over the data, but this source can be read once. Use a store."
+        )
+    bases, fingerprint, count = _fit_bases(
+        train, fisher, target, scope, projection, max_dim, seed, "fit_ekfac"
+    )
     source = _fit_source(train, fisher, target, seed, "fit_ekfac")
 
     def second_moments(name: str, leaf: Leaf) -> Spectrum:

@@ -29,7 +29,6 @@ from attrax.core import (
     is_linear,
     materialize_leaf,
     projected,
-    selected,
     targeted,
     transformed,
 )
@@ -156,7 +155,10 @@ def _solver(fit: ProjectedFisher, damping: float) -> Transform:
         raise ValueError(f"damping: got {damping}; expected a factor >= 0 of the mean eigenvalue.")
     factors: dict[str, list[Tensor]] = {}
     for name, blocks in fit.fisher.items():
-        damped = [f + damping * f.diagonal().mean() * torch.eye(len(f), dtype=f.dtype, device=f.device) for f in blocks]
+        damped = [
+            f + damping * f.diagonal().mean() * torch.eye(len(f), dtype=f.dtype, device=f.device)
+            for f in blocks
+        ]
         factors[name] = [torch.linalg.cholesky(f.double()) for f in damped]
 
     def run(name: str, leaf: Leaf) -> Leaf | None:

@@ -30,7 +30,9 @@ def spearman(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
     0.5
     """
     if x.shape != y.shape or x.ndim != 1 or len(x) < 2:
-        raise ValueError(f"spearman: expected two vectors of one length >= 2, got {tuple(x.shape)}, {tuple(y.shape)}.")
+        raise ValueError(
+            f"spearman: expected two vectors of one length >= 2, got {tuple(x.shape)}, {tuple(y.shape)}."
+        )
     a, b = average_ranks(x), average_ranks(y)
     a, b = a - a.mean(), b - b.mean()
     return float((a @ b) / (a.norm() * b.norm()))

@@ -11,7 +11,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attrax.core import CPU, Block, Examples, Hardware, Leaf, Materialized, Scores, Source, gram_leaf, materialize_leaf
+from attrax.core import (
+    CPU,
+    Block,
+    Examples,
+    Hardware,
+    Leaf,
+    Materialized,
+    Scores,
+    Source,
+    gram_leaf,
+    materialize_leaf,
+)
 from attrax.core.products import plan_leaf
 from attrax.core.scores import scores
 from attrax.core.source import one_fingerprint, row_sums
@@ -20,7 +31,12 @@ _MANY = 1_000
 
 
 def pairwise(
-    train: Source, queries: Block, *, about: Mapping[str, str], hardware: Hardware = CPU, operation: str = "score"
+    train: Source,
+    queries: Block,
+    *,
+    about: Mapping[str, str],
+    hardware: Hardware = CPU,
+    operation: str = "score",
 ) -> Scores:
     """Score every train example against every query.
 
@@ -60,7 +76,7 @@ def pairwise(
     return scores(torch.cat(values), rows, queries.examples.ids, about)
 
 
-def _scorer(queries: Block, hardware: Hardware, operation: str):  # noqa: ANN202
+def _scorer(queries: Block, hardware: Hardware, operation: str):
     prepared: dict[str, Leaf] = {}
     spent = 0
 
@@ -97,4 +113,9 @@ def _dense_bytes(leaf: Leaf) -> int:
         case _:
             first = getattr(leaf, "uses", (leaf,))[0]
             width = getattr(first, "a", first.g).shape[-1] if not hasattr(first, "x") else 1
-            return first.g.shape[0] * sum(p.width for p in leaf.parts) * (width + 1) * max(4, first.g.element_size())
+            return (
+                first.g.shape[0]
+                * sum(p.width for p in leaf.parts)
+                * (width + 1)
+                * max(4, first.g.element_size())
+            )

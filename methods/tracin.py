@@ -14,7 +14,19 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from attrax.core import CPU, Block, Examples, Hardware, Leaf, Scores, Source, Target, collect, gram_leaf, targeted
+from attrax.core import (
+    CPU,
+    Block,
+    Examples,
+    Hardware,
+    Leaf,
+    Scores,
+    Source,
+    Target,
+    collect,
+    gram_leaf,
+    targeted,
+)
 from attrax.core.scores import scores
 from attrax.core.source import row_sums
 from attrax.methods.graddot import graddot
@@ -68,7 +80,9 @@ def tracin(
             current[examples.step] = _queries_at(by_step, examples)
         queries = current[examples.step]
         if name not in queries.grads:
-            raise ValueError(f"tracin: train leaf '{name}' has no query gradient; capture both with one selection.")
+            raise ValueError(
+                f"tracin: train leaf '{name}' has no query gradient; capture both with one selection."
+            )
         return gram_leaf(leaf, queries.grads[name], name=name, hardware=hardware)
 
     for examples, value in row_sums(measure, targeted(train, target)):
@@ -77,7 +91,9 @@ def tracin(
         queries = current[examples.step].examples.ids
         ids = ids or queries
         if queries != ids:
-            raise ValueError(f"tracin: the queries at step {examples.step} differ from those of earlier steps.")
+            raise ValueError(
+                f"tracin: the queries at step {examples.step} differ from those of earlier steps."
+            )
         rows.append(examples)
         values.append(value * _learning_rate(examples, learning_rates))
     if not rows or ids is None:
@@ -113,7 +129,9 @@ def _queries_at(by_step: Mapping[int, Source], examples: Examples) -> Block:
 def _learning_rate(examples: Examples, given: Mapping[int, float] | None) -> float:
     rate = examples.learning_rate if given is None else given.get(examples.step)
     if rate is None:
-        raise ValueError(f"tracin: no learning rate is known for step {examples.step}. Pass learning_rates={{step: lr}}.")
+        raise ValueError(
+            f"tracin: no learning rate is known for step {examples.step}. Pass learning_rates={{step: lr}}."
+        )
     return rate
 
 
