@@ -1,4 +1,4 @@
-"""Values and pure functions: gradients as pytrees, planned contractions, curvature, scores.  Tensors in, tensors out."""
+"""Values and pure functions: gradients as pytrees, planned contractions, curvature, scores."""
 
 from attrax.core.algebra import concat as concat
 from attrax.core.algebra import concat_rows as concat_rows

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum
 from attrax.core.pytree import tree_map
 
-T = TypeVar("T", Factorized, Lookup, Diagonal, Materialized, Sum)
+T = TypeVar("T", bound=Leaf)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -63,14 +65,29 @@ def scale_examples(leaf: Leaf, scale: Float[Tensor, " B"] | None) -> Leaf:
 
 
 def pad_rows(leaf: T, rows: int) -> T:
-    """Append zero rows to a factored leaf until T = `rows`; gradients stay the same."""
+    """Append zero rows to every call of a factored leaf until T >= `rows`; gradients stay the same."""
+    if isinstance(leaf, Materialized):
+        return leaf
+    if isinstance(leaf, Sum):
+        return replace(leaf, uses=tuple(pad_rows(use, rows) for use in leaf.uses))
+    return _lay_out(leaf, leaf.calls, max(ceil(rows / leaf.calls), _positions(leaf)))
+
+
+def _positions(leaf: Factorized | Lookup | Diagonal) -> int:
+    return leaf.g.shape[1] // leaf.calls
+
+
+def _lay_out(leaf: T, calls: int, positions: int) -> T:
+    """Rows as `calls` calls of `positions` rows each, the missing ones zero."""
+    if isinstance(leaf, Materialized | Sum) or (leaf.calls, _positions(leaf)) == (calls, positions):
+        return leaf
+    now = (leaf.calls, _positions(leaf))
+    missing = [0, positions - now[1], 0, calls - now[0]]
 
     def pad(x: Tensor) -> Tensor:
-        missing = rows - x.shape[1]
-        shape = (x.shape[0], missing, *x.shape[2:])
-        return x if missing <= 0 else torch.cat([x, x.new_zeros(shape)], 1)
+        return functional.pad(x.unflatten(1, now), [0] * 2 * (x.ndim - 2) + missing).flatten(1, 2)
 
-    return leaf if isinstance(leaf, Materialized) else tree_map(pad, leaf)
+    return replace(tree_map(pad, leaf), calls=calls)
 
 
 def trim_rows(leaf: T) -> T:
@@ -112,12 +129,12 @@ def concat(leaves: Sequence[T]) -> T:
     if isinstance(first, Sum):
         columns = zip(*(leaf.uses for leaf in leaves if isinstance(leaf, Sum)), strict=True)
         return replace(first, uses=tuple(concat(column) for column in columns))
-    if not isinstance(first, Materialized):
-        rows = max(leaf.g.shape[1] for leaf in leaves if not isinstance(leaf, Materialized | Sum))
-        leaves = [pad_rows(leaf, rows) for leaf in leaves]
-    names = ("w",) if isinstance(first, Materialized) else ("a", "x", "ids", "g")
-    fields = {n: torch.cat([getattr(leaf, n) for leaf in leaves]) for n in names if hasattr(first, n)}
-    return replace(first, **fields)
+    rows = [leaf for leaf in leaves if not isinstance(leaf, Materialized | Sum)]
+    if rows:
+        calls, positions = max(leaf.calls for leaf in rows), max(_positions(leaf) for leaf in rows)
+        leaves = [_lay_out(leaf, calls, positions) for leaf in leaves]
+    names = [n for n in ("a", "x", "ids", "g", "w") if hasattr(first, n)]
+    return replace(leaves[0], **{n: torch.cat([getattr(leaf, n) for leaf in leaves]) for n in names})
 
 
 def concat_rows(leaves: Sequence[T]) -> T:
@@ -131,11 +148,12 @@ def concat_rows(leaves: Sequence[T]) -> T:
     first = leaves[0]
     if len(leaves) == 1 or isinstance(first, Materialized | Sum):
         return first
+    rows = [leaf for leaf in leaves if not isinstance(leaf, Materialized | Sum)]
+    positions = max(_positions(leaf) for leaf in rows)
+    rows = [_lay_out(leaf, leaf.calls, positions) for leaf in rows]
     names = [n for n in ("a", "x", "ids", "g") if hasattr(first, n)]
-    fields = {n: torch.cat([getattr(leaf, n) for leaf in leaves], 1) for n in names}
-    return replace(
-        first, calls=sum(leaf.calls for leaf in leaves if not isinstance(leaf, Materialized | Sum)), **fields
-    )
+    fields = {n: torch.cat([getattr(leaf, n) for leaf in rows], 1) for n in names}
+    return replace(first, calls=sum(leaf.calls for leaf in rows), **fields)
 
 
 def unstack(leaf: Factorized) -> dict[str, Factorized]:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import opt_einsum
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 
 Route: TypeAlias = Literal["factor", "materialize", "mixed", "mixed_train", "chain"]
 ROUTES: tuple[Route, ...] = ("factor", "materialize", "mixed", "mixed_train", "chain")
-Tree: TypeAlias = "int | tuple[Tree, Tree]"
+Tree: TypeAlias = int | tuple[Any, Any]  # of trees: the run-time checker cannot follow a recursive alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Plan:
     tile: tuple[int, int]
     flops: float
     traffic: float
-    peak: float
+    peak: int
     seconds: float
 
     def __str__(self) -> str:
@@ -395,7 +395,7 @@ def plan_contraction(p: Problem, hardware: Hardware = CPU, route: Route | None =
         route = None
     optimizer = _Roofline(p, hardware, route)
     if len(p.letters) == 1:
-        return Plan(p.equation, "materialize", 0, (), (dict(p.sizes).get("b", 1), 1), 0.0, 0.0, 0.0, 0.0)
+        return Plan(p.equation, "materialize", 0, (), (dict(p.sizes).get("b", 1), 1), 0.0, 0.0, 0, 0.0)
     sizes = dict(p.sizes)
     shapes = [tuple(sizes[c] for c in letters) for letters in p.letters]
     if len(shapes) > 2:

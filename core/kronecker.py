@@ -96,9 +96,7 @@ def _second_moment(x: Float[Tensor, "R N"], max_dim: int) -> Tensor:
     return x.T @ x if x.shape[1] <= max_dim else x.square().sum(0)
 
 
-def kronecker_sums(
-    leaf: Factorized, *, dtype: torch.dtype | None = None, max_dim: int = MAX_DIM
-) -> KroneckerSums:
+def kronecker_sums(leaf: Leaf, *, dtype: torch.dtype | None = None, max_dim: int = MAX_DIM) -> KroneckerSums:
     """Statistics of one leaf; the `init` and the increment of the monoid.
 
     Args:
@@ -154,7 +152,7 @@ def merge(x: KroneckerSums, y: KroneckerSums) -> KroneckerSums:
     return KroneckerSums(x.a + y.a, g, x.rows + y.rows, x.examples + y.examples, x.parts)
 
 
-def update(state: KroneckerSums | None, leaf: Factorized, *, max_dim: int = MAX_DIM) -> KroneckerSums:
+def update(state: KroneckerSums | None, leaf: Leaf, *, max_dim: int = MAX_DIM) -> KroneckerSums:
     """Add a leaf to a state (None to start)."""
     new = kronecker_sums(leaf, max_dim=max_dim)
     return new if state is None else merge(state, new)
@@ -283,7 +281,7 @@ def merge_spectrum(x: Spectrum, y: Spectrum) -> Spectrum:
 
 
 def kfac_eigenvalues(basis: Eigenbasis) -> Float[Tensor, "No Ni"]:
-    """K-FAC spectrum ``positions * S_C x S_A`` per part, on the scale of an example's Fisher (comparable with EK-FAC)."""
+    """K-FAC spectrum ``positions * S_C x S_A`` per part: on the scale of an example's Fisher, as EK-FAC's."""
     return torch.cat([torch.outer(lg, basis.la) for lg in basis.lg]) * basis.positions
 
 

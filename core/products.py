@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attrax.core.algebra import wide
 from attrax.core.contract import CPU, Hardware, Operand, Plan, Route, execute, plan_contraction, problem
-from attrax.core.leaves import Leaf, Materialized, batch_size, dtype_of
+from attrax.core.leaves import Leaf, Materialized, Sum, batch_size, dtype_of
 from attrax.core.terms import Term, rename, terms
 from attrax.core.tree import GradTree
 
@@ -66,13 +66,13 @@ def _pairs(
     """(train operands with metric, query operands, output, twins) for every pair of terms."""
     _check_pair(operation, name, x, y)
     dtype = wide(torch.promote_types(dtype_of(x), dtype_of(y)))
-    shared = "q" not in output
-    letters = TWIN if shared else QUERY
+    letters = QUERY if "q" in output else TWIN
+    twins = x is y and "t" not in output
     left, right = terms(x, dtype), terms(y, dtype)
     pairs: list[tuple[Term, Term, str, bool]] = []
     for i, u in enumerate(left):
         extra = () if metric is None else (Operand("oi" if metric.ndim == 2 else "i", metric.to(dtype)),)
-        pairs += [((*u, *extra), rename(v, letters), output, x is y and i == j) for j, v in enumerate(right)]
+        pairs += [((*u, *extra), rename(v, letters), output, twins and i == j) for j, v in enumerate(right)]
     return pairs
 
 
@@ -276,24 +276,26 @@ def token_scores_leaf(
     """Per-row shares of one leaf's Gram matrix, ``s[b, t, q] = g_bt^T H_q a_bt``.
 
     Raises:
-        ValueError: If the train leaf no longer has rows (materialized).
+        ValueError: If the train leaf has no rows (materialized) or uses with different numbers of them.
     """
-    uses = getattr(x, "uses", (x,))
-    if any(isinstance(use, Materialized) for use in uses):
+    if isinstance(x, Sum):
+        _check_pair("token_scores", name, x, y)
+        shares = [token_scores_leaf(use, y, name=name, route=route, hardware=hardware) for use in x.uses]
+        positions = [share.shape[1] for share in shares]
+        if len(set(positions)) > 1:
+            raise ValueError(
+                f"token_scores: leaf '{name}': its uses have different numbers of positions: {positions}. "
+                "Leave it out of the selection."
+            )
+        return torch.stack(shares).sum(0)
+    if isinstance(x, Materialized):
         raise ValueError(
             f"token_scores: leaf '{name}': the train side is materialized and has no rows. "
             "Score factored gradients (no dense projection, no compaction)."
         )
     pairs = _pairs("token_scores", name, x, y, "btq", None)
-    total: Tensor | None = None
-    for (left, right, output, _), use in zip(
-        pairs, [u for u in uses for _ in range(len(pairs) // len(uses))], strict=True
-    ):
-        value = _contract_pairs("token_scores", name, [(left, right, output, False)], hardware, route, 1)
-        value = value.unflatten(1, (use.calls, -1)).sum(1)
-        total = value if total is None else total + value
-    assert total is not None
-    return total
+    rows = _contract_pairs("token_scores", name, pairs, hardware, route, 1)
+    return rows.unflatten(1, (x.calls, -1)).sum(1)
 
 
 def token_scores(

@@ -162,16 +162,10 @@ class Scores:
         >>> Scores(torch.tensor([[1.0, 4.0]]), ("a",), ("p", "q")).aggregate("max").values
         tensor([[4.]])
         """
-        v = self.values
-        if how not in ("sum", "mean", "max"):
+        reductions = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+        if how not in reductions:
             raise ValueError(f"aggregate: got {how!r}; expected 'sum', 'mean' or 'max'.")
-        total = (
-            v.sum(1, keepdim=True)
-            if how == "sum"
-            else v.mean(1, keepdim=True)
-            if how == "mean"
-            else v.amax(1, True)
-        )
+        total = reductions[how](self.values, 1, keepdim=True)
         return replace(self, values=total, query_ids=(name or how,))
 
 

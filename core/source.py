@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attrax.core.algebra import concat, scale_examples
 from attrax.core.leaves import Leaf
+from attrax.core.reduce import materialize_leaf
 from attrax.core.tree import Block, Examples, GradTree, Target, concat_examples, target_scale
 
 T = TypeVar("T")
@@ -269,5 +270,12 @@ def join(blocks: list[Block]) -> Block:
             raise ValueError(
                 f"join: blocks hold different leaves: {sorted(set(block.grads) ^ set(names))[:5]}."
             )
-    grads = GradTree({n: concat([block.grads[n] for block in blocks]) for n in names})
+    grads = GradTree({n: concat(_one_form([block.grads[n] for block in blocks])) for n in names})
     return Block(grads, concat_examples([block.examples for block in blocks]))
+
+
+def _one_form(leaves: list[Leaf]) -> list[Leaf]:
+    """Compaction depends on the number of rows, so that blocks may hold one parameter in different forms."""
+    if len({type(leaf) for leaf in leaves}) == 1:
+        return leaves
+    return [materialize_leaf(leaf) for leaf in leaves]

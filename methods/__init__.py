@@ -1,7 +1,7 @@
 """Attribution methods: one paper (or family) a file, plain functions of sources.
 
-Every method returns `Scores` [N, Q], train rows by query columns, **higher = more helpful**: the first-order decrease of
-the query's loss when the train example is up-weighted.
+Every method returns `Scores` [N, Q], train rows by query columns, **higher = more helpful**: the first-order
+decrease of the query's loss when the train example is up-weighted.
 """
 
 from attrax.methods.graddot import gradcos as gradcos

@@ -6,7 +6,7 @@ with V the queries' gradients, plain or preconditioned.  Train leaves are scored
 A query that a route would build anyway is built once and kept while it fits the memory budget.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,15 +14,21 @@ from torch import Tensor
 from attrax.core import (
     CPU,
     Block,
+    Diagonal,
     Examples,
+    Factorized,
     Hardware,
     Leaf,
+    Lookup,
     Materialized,
     Scores,
     Source,
+    Sum,
     gram_leaf,
     materialize_leaf,
 )
+from attrax.core.algebra import wide
+from attrax.core.leaves import batch_size
 from attrax.core.products import plan_leaf
 from attrax.core.scores import scores
 from attrax.core.source import one_fingerprint, row_sums
@@ -76,7 +82,7 @@ def pairwise(
     return scores(torch.cat(values), rows, queries.examples.ids, about)
 
 
-def _scorer(queries: Block, hardware: Hardware, operation: str):
+def _scorer(queries: Block, hardware: Hardware, operation: str) -> Callable[[str, Leaf, Examples], Tensor]:
     prepared: dict[str, Leaf] = {}
     spent = 0
 
@@ -108,14 +114,15 @@ def _scorer(queries: Block, hardware: Hardware, operation: str):
 
 def _dense_bytes(leaf: Leaf) -> int:
     match leaf:
+        case Sum():
+            return _dense_bytes(leaf.uses[0])
         case Materialized():
             return leaf.w.numel() * leaf.w.element_size()
-        case _:
-            first = getattr(leaf, "uses", (leaf,))[0]
-            width = getattr(first, "a", first.g).shape[-1] if not hasattr(first, "x") else 1
-            return (
-                first.g.shape[0]
-                * sum(p.width for p in leaf.parts)
-                * (width + 1)
-                * max(4, first.g.element_size())
-            )
+        case Factorized():
+            columns = leaf.a.shape[-1] + leaf.bias
+        case Lookup():
+            columns = leaf.g.shape[-1]
+        case Diagonal():
+            columns = 1
+    numbers = batch_size(leaf) * sum(part.width for part in leaf.parts) * columns
+    return numbers * wide(leaf.g.dtype).itemsize
