@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 _CHUNK = 2**20
@@ -18,37 +17,35 @@ _CHUNK = 2**20
 def content_ids(
     inputs: Mapping[str, Tensor],
     *,
-    lengths: Int[Tensor, " B"] | None = None,
+    mask: Tensor | None = None,
     ignore: Iterable[str] = ("attention_mask",),
 ) -> tuple[str, ...]:
     """Content hash of each row of a batch.
 
     Args:
-        inputs: Tensors with B rows; those of shape [B, T] are cut to each example's length.
-        lengths: Number of real positions per row, if rows are right-padded.
+        inputs: Tensors with B rows; those of the mask's shape [B, T] are cut to the positions it marks.
+        mask: Nonzero at real positions [B, T]; rows may be padded on either side.
         ignore: Names that say nothing about the example.
 
     Returns:
         One 16-digit hexadecimal id a row; equal rows have equal ids.
 
     >>> x = torch.tensor([[5, 6, 0], [5, 6, 7]])
-    >>> a, b = content_ids({"input_ids": x}, lengths=torch.tensor([2, 3]))
+    >>> a, b = content_ids({"input_ids": x}, mask=x != 0)
     >>> a == content_ids({"input_ids": x[:1, :2]})[0] != b
     True
     """
     skip = set(ignore)
     host = {n: x.detach().cpu() for n, x in sorted(inputs.items()) if n not in skip and x.ndim > 0}
     rows = next((x.shape[0] for x in host.values()), 0)
-    width = max((x.shape[1] for x in host.values() if x.ndim == 2), default=0)
+    real = None if mask is None else mask.detach().cpu() != 0
     ids: list[str] = []
     for row in range(rows):
         digest = hashlib.blake2b(digest_size=8)
         for name, x in host.items():
             if x.shape[0] != rows:
                 continue
-            cut = x[row]
-            if lengths is not None and x.ndim == 2 and x.shape[1] == width:
-                cut = cut[: int(lengths[row])]
+            cut = x[row] if real is None or x.shape != real.shape else x[row][real[row]]
             digest.update(f"{name}:{cut.dtype}:{tuple(cut.shape)};".encode())
             digest.update(_bytes(cut))
         ids.append(digest.hexdigest())

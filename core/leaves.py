@@ -38,6 +38,7 @@ class Part:
         bias: Name of the folded bias parameter, or None.
         transposed: Whether the stored weight is [Ni, No] (Hugging Face `Conv1D`), unlike torch's [No, Ni].
         head: Whether the layer maps to the vocabulary (excluded from Kronecker curvature unless asked).
+        shape: Stored shape of a parameter kept as a flat vector; () where the leaf's own shape is the stored one.
     """
 
     weight: str
@@ -45,6 +46,7 @@ class Part:
     bias: str | None = None
     transposed: bool = False
     head: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attrax.core.algebra import wide
 from attrax.core.contract import CPU, Hardware, Operand, execute, plan_contraction, problem
-from attrax.core.leaves import Leaf, Lookup, Materialized, Sum, batch_size, dtype_of
+from attrax.core.leaves import Factorized, Leaf, Lookup, Materialized, Sum, batch_size, dtype_of
 from attrax.core.terms import terms
 from attrax.core.tree import GradTree
 
@@ -21,8 +21,7 @@ def _build(leaf: Leaf, hardware: Hardware, weights: Tensor | None) -> Tensor:
         kept = "oi" if "o" in letters else "i"
         output = kept if weights is not None else "b" + kept
         operands = (*term, *extra)
-        itemsize = torch.empty((), dtype=dtype).element_size()
-        plan = plan_contraction(problem(operands, (), output, itemsize=itemsize), hardware)
+        plan = plan_contraction(problem(operands, (), output, itemsize=dtype.itemsize), hardware)
         value = execute(plan, operands, train=len(operands))
         total = value if total is None else total + value
     assert total is not None
@@ -97,10 +96,10 @@ def compact(leaf: Leaf) -> Leaf:
     """
     if isinstance(leaf, Materialized | Sum | Lookup):
         return leaf
-    x = leaf.a if hasattr(leaf, "a") else None
-    rows, No = leaf.g.shape[1:]
-    if x is not None and rows * (x.shape[-1] + No) < x.shape[-1] * No:
-        return leaf
+    if isinstance(leaf, Factorized):
+        rows, No, Ni = *leaf.g.shape[1:], leaf.a.shape[-1]
+        if rows * (Ni + No) < Ni * No:
+            return leaf
     return materialize_leaf(leaf)
 
 
@@ -123,7 +122,8 @@ def stored(grads: GradTree) -> dict[str, Float[Tensor, "B *shape"]]:
             )
         w = materialize_leaf(leaf)
         if w.w.ndim != 3 or len(leaf.parts) == 1 and not w.bias and not leaf.parts[0].transposed:
-            out[leaf.parts[0].weight] = w.w
+            part = leaf.parts[0]
+            out[part.weight] = w.w.reshape(-1, *part.shape) if part.shape else w.w
             continue
         for part, rows in zip(leaf.parts, w.w.split([p.width for p in leaf.parts], 1), strict=True):
             weight = rows[..., :-1] if w.bias else rows

@@ -1,0 +1,117 @@
+"""The functional source: per-example gradients by `torch.func.vmap(grad)`, no hooks and no rules.
+
+Any parameter of any model that `torch.func` can trace, at a memory cost of B copies of the parameters: for toy models
+and as the oracle of every other source.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from attrax.core import Examples, fingerprint, materialized
+from attrax.core.source import Visit
+from attrax.frontends.live import check_mode, pick, with_ids
+from attrax.frontends.losses import Loss
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Functional:
+    """Per-example gradients of every trainable parameter; made by `functional`."""
+
+    model: nn.Module
+    data: Iterable[Mapping[str, Any]]
+    loss: Loss
+    how: Literal["vmap", "loop"] = "vmap"
+
+    @property
+    def reiterable(self) -> bool:
+        """True unless `data` is a one-shot iterator."""
+        return not isinstance(self.data, Iterator)
+
+    def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
+        """See `attrax.core.source.Source.map`; leaves are Materialized, in the parameters' stored layout."""
+        check_mode(self.model)
+        mark = fingerprint(dict(self.model.named_parameters()) | dict(self.model.named_buffers()))
+        for raw in self.data:
+            batch = with_ids(raw)
+            tokens = getattr(self.loss, "tokens", None)
+            B = len(batch["example_ids"])
+            weight = torch.ones(B, dtype=torch.float64)
+            examples = Examples(batch["example_ids"], 0, 0, weight, tokens(batch).cpu() if tokens else None, mark)
+            grads = self._vmapped(batch) if self.how == "vmap" else self._looped(batch)
+            yield examples, {n: visit(n, materialized(n, w), examples) for n, w in grads.items()}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def _vmapped(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        B = len(batch["example_ids"])
+        mapped = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim and v.shape[0] == B}
+        fixed = {k: v for k, v in batch.items() if k not in mapped and k != "example_ids"}
+
+        def one(parameters: dict[str, Tensor], row: dict[str, Tensor]) -> Tensor:
+            single = {k: v.unsqueeze(0) for k, v in row.items()}
+            return self.loss(_Bound(self.model, parameters), fixed | single).sum()
+
+        return vmap(grad(one), in_dims=(None, 0))(self._parameters(), mapped)
+
+    def _looped(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        rows = []
+        for i in range(len(batch["example_ids"])):
+            single = pick(batch, torch.tensor([i]))
+
+            def one(parameters: dict[str, Tensor], single: Mapping[str, Any] = single) -> Tensor:
+                return self.loss(_Bound(self.model, parameters), single).sum()
+
+            rows.append(grad(one)(self._parameters()))
+        return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
+
+
+class _Bound(nn.Module):
+    """The model at given parameters, as a loss sees it."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_call", lambda *args, **kwargs: functional_call(model, parameters, args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)  # type: ignore[operator]
+
+
+def functional(
+    model: nn.Module,
+    data: Iterable[Mapping[str, Any]],
+    loss: Loss,
+    *,
+    how: Literal["vmap", "loop"] = "vmap",
+) -> Functional:
+    """Per-example gradients by `torch.func`, one Materialized leaf a parameter.
+
+    Args:
+        model: The model, in eval mode; it is not changed.
+        data: Batches, as for `live`.
+        loss: ``(model, batch) -> [B]`` summed loss per example; `model` is called, nothing else.
+        how: "vmap" over the batch, or "loop" over examples for models vmap cannot trace.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: If `how` is unknown.
+
+    >>> from attrax.core import collect
+    >>> from attrax.frontends.losses import classification
+    >>> net = nn.Linear(2, 3).eval()
+    >>> source = functional(net, [{"x": torch.ones(4, 2), "y": torch.zeros(4, dtype=torch.long)}], classification())
+    >>> collect(source).grads["weight"].w.shape
+    torch.Size([4, 3, 2])
+    """
+    if how not in ("vmap", "loop"):
+        raise ValueError(f"functional: how: got {how!r}; expected 'vmap' or 'loop'.")
+    return Functional(model, data, loss, how)
