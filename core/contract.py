@@ -263,28 +263,22 @@ def _kind(x: _Node, y: _Node, out: str) -> Literal["gemm", "gather", "scatter", 
     return "scatter" if vocabulary in out and row not in out and row in dense.letters else None
 
 
-def _tree_steps(
-    p: Problem, tree: Tree, sizes: dict[str, int]
-) -> tuple[_Node, list[tuple[_Node, _Node, _Node]]] | None:
+def _tree_steps(p: Problem, tree: Tree) -> list[tuple[_Node, _Node, _Node]] | None:
     """Nodes of the tree's steps in execution order; None if a step has no kernel."""
+    nodes: dict[Tree, _Node] = {}
     steps: list[tuple[_Node, _Node, _Node]] = []
     everything = frozenset(range(len(p.letters)))
-
-    def visit(t: Tree) -> _Node | None:
+    for t in _subtrees(tree):
         if isinstance(t, int):
-            return _Node(p.letters[t], frozenset((t,)), p.onehot[t])
-        x, y = visit(t[0]), visit(t[1])
-        if x is None or y is None:
-            return None
+            nodes[t] = _Node(p.letters[t], frozenset((t,)), p.onehot[t])
+            continue
+        x, y = nodes[t[0]], nodes[t[1]]
         outside = [p.letters[i] for i in everything - x.ops - y.ops]
-        out = _join(x, y, "".join(outside) + p.output)
+        nodes[t] = out = _join(x, y, "".join(outside) + p.output)
         if _kind(x, y, out.letters) is None:
             return None
         steps.append((x, y, out))
-        return out
-
-    root = visit(tree)
-    return None if root is None else (root, steps)
+    return steps
 
 
 def _count(p: Problem, ops: frozenset[int], nb: int, nq: int) -> float:
@@ -299,10 +293,9 @@ def _count(p: Problem, ops: frozenset[int], nb: int, nq: int) -> float:
 def _price(p: Problem, tree: Tree, hardware: Hardware) -> Plan | None:
     """Tile the tree to the memory budget and price it; None if it cannot run."""
     full = dict(p.sizes)
-    walked = _tree_steps(p, tree, full)
-    if walked is None:
+    nodes = _tree_steps(p, tree)
+    if nodes is None:
         return None
-    _, nodes = walked
     tb, tq = full.get("b", 1), full.get("q", 1)
     while True:
         sizes = full | {"b": tb, "q": tq}
@@ -441,13 +434,13 @@ def _slices(operands: Sequence[Operand], letter: str, tile: int) -> list[slice]:
 
 
 def _tile(operands: Sequence[Operand], cut: dict[str, slice]) -> list[Operand]:
-    def cut_one(o: Operand) -> Operand:
-        index = tuple(cut.get(c, slice(None)) for c in o.letters)
-        if isinstance(o.data, OneHot):
-            return Operand(o.letters, OneHot(o.data.ids[index[:-1]], o.data.size, o.data.dtype))
-        return Operand(o.letters, o.data[index])
+    return [_cut(o, tuple(cut.get(c, slice(None)) for c in o.letters)) for o in operands]
 
-    return [cut_one(o) for o in operands]
+
+def _cut(o: Operand, index: tuple[slice, ...]) -> Operand:
+    if isinstance(o.data, OneHot):
+        return Operand(o.letters, OneHot(o.data.ids[index[:-1]], o.data.size, o.data.dtype))
+    return Operand(o.letters, o.data[index])
 
 
 def _evaluate(
@@ -459,38 +452,41 @@ def _evaluate(
     twins: bool,
 ) -> Tensor:
     """Contract one tile.  `kept` carries results that do not depend on the train tile from one tile to the next."""
-    local: dict[frozenset[int], Operand] = {}
-
-    def visit(t: Tree) -> Operand:
-        if isinstance(t, int):
-            return operands[t]
-        ops = _ops(t)
-        memo = local if any("b" in operands[i].letters for i in ops) else kept
-        if ops in memo or ops in local:
-            return memo[ops] if ops in memo else local[ops]
-        left, right = visit(t[0]), visit(t[1])
-        outside = "".join(o.letters for i, o in enumerate(operands) if i not in ops) + output
-        letters = _join(_Node(left.letters, ops), _Node(right.letters, ops), outside).letters
-        result = Operand(letters, contract_pair(left, right, letters))
-        if min(ops) >= train:
-            memo[ops] = result
-        elif twins and max(ops) < train and max(ops) + train < len(operands):
-            rename = {
-                c: d
-                for i in ops
-                for c, d in zip(operands[i].letters, operands[i + train].letters, strict=True)
-            }
-            local[frozenset(i + train for i in ops)] = Operand(
-                "".join(rename[c] for c in letters), result.data
-            )
-        return result
-
-    result = visit(tree)
+    result = _visit(tree, operands, output, kept, {}, train, twins)
     data = _dense(result)
     summed = [result.letters.index(c) for c in result.letters if c not in output]
     data = data.sum(summed) if summed else data
     remaining = [c for c in result.letters if c in output]
     return data.permute([remaining.index(c) for c in output])
+
+
+def _visit(
+    tree: Tree,
+    operands: Sequence[Operand],
+    output: str,
+    kept: dict[frozenset[int], Operand],
+    local: dict[frozenset[int], Operand],
+    train: int,
+    twins: bool,
+) -> Operand:
+    if isinstance(tree, int):
+        return operands[tree]
+    ops = _ops(tree)
+    memo = local if any("b" in operands[i].letters for i in ops) else kept
+    if ops in memo or ops in local:
+        return memo[ops] if ops in memo else local[ops]
+    left, right = (_visit(t, operands, output, kept, local, train, twins) for t in tree)
+    outside = "".join(o.letters for i, o in enumerate(operands) if i not in ops) + output
+    letters = _join(_Node(left.letters, ops), _Node(right.letters, ops), outside).letters
+    result = Operand(letters, contract_pair(left, right, letters))
+    if min(ops) >= train:
+        memo[ops] = result
+    elif twins and max(ops) < train and max(ops) + train < len(operands):
+        pairs = [(operands[i].letters, operands[i + train].letters) for i in ops]
+        rename = {c: d for ours, theirs in pairs for c, d in zip(ours, theirs, strict=True)}
+        twin = "".join(rename[c] for c in letters)
+        local[frozenset(i + train for i in ops)] = Operand(twin, result.data)
+    return result
 
 
 def _dense(operand: Operand) -> Tensor:
@@ -561,7 +557,7 @@ def _select(hot: Operand, other: Operand, out: str) -> Tensor:
         table = other.data.permute([other.letters.index(c) for c in (*batch, v, *rest)])
         if batch:
             # einsum 'btv,bsv->bts': each example gathers from its own table.
-            flat = table.reshape(table.shape[0], table.shape[1], -1)
+            flat = table.reshape(*table.shape[:2], prod(table.shape[2:]))
             rows = flat.gather(1, ids.unsqueeze(-1).expand(-1, -1, flat.shape[-1]))
             letters = index + "".join(rest)
             picked = rows.reshape(*ids.shape, *table.shape[2:])
@@ -580,20 +576,10 @@ def _select(hot: Operand, other: Operand, out: str) -> Tensor:
     kept = [c for c in index if c in out]
     if kept:
         offset = torch.arange(ids.shape[0], device=ids.device).reshape(-1, *[1] * (ids.ndim - 1))
-        rows_out, flat_ids, lead = (
-            ids.shape[0] * size,
-            (offset * size + ids).reshape(-1),
-            (ids.shape[0], size),
-        )
+        flat_ids, lead = (offset * size + ids).reshape(-1), (ids.shape[0], size)
     else:
-        rows_out, flat_ids, lead = size, ids.reshape(-1), (size,)
-    flat = (
-        source.reshape(flat_ids.shape[0], -1)
-        if source.numel()
-        else source.reshape(flat_ids.shape[0], prod(width))
-    )
-    total = torch.zeros(rows_out, flat.shape[1], dtype=flat.dtype, device=flat.device).index_add(
-        0, flat_ids, flat
-    )
+        flat_ids, lead = ids.reshape(-1), (size,)
+    flat = source.reshape(flat_ids.shape[0], prod(width))
+    total = flat.new_zeros(prod(lead), flat.shape[1]).index_add(0, flat_ids, flat)
     letters = "".join(kept) + v + "".join(rest)
     return total.reshape(*lead, *width).permute([letters.index(c) for c in out])

@@ -119,7 +119,7 @@ def gram_leaf(
     y: Leaf,
     *,
     name: str = "?",
-    metric: Float[Tensor, "No Ni"] | None = None,
+    metric: Float[Tensor, "*shape"] | None = None,
     route: Route | None = None,
     hardware: Hardware = CPU,
     reuse: int = 1,
@@ -229,7 +229,7 @@ def sq_norms_leaf(
     leaf: Leaf,
     *,
     name: str = "?",
-    metric: Float[Tensor, "No Ni"] | None = None,
+    metric: Float[Tensor, "*shape"] | None = None,
     route: Route | None = None,
     hardware: Hardware = CPU,
 ) -> Float[Tensor, " B"]:

@@ -10,6 +10,7 @@ then correlated, their estimates unbiased).  Reference: Choe et al. 2024 (LoGRA,
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -151,7 +152,7 @@ def _two_sided(spec: Projection, matrix: _Matrix, name: str, leaf: Leaf) -> Leaf
 def _dense(spec: Projection, name: str, leaf: Leaf) -> Leaf:
     """P vec(G) in row chunks of P^T, so that memory stays bounded; the result does not depend on the chunk."""
     w = materialize_leaf(leaf).w
-    flat = w.reshape(w.shape[0], -1).to(wide(w.dtype))
+    flat = w.reshape(w.shape[0], prod(w.shape[1:])).to(wide(w.dtype))
     width, step = flat.shape[1], max(1, _CHUNK // spec.dim)
     if width <= spec.dim:
         total = flat

@@ -8,6 +8,7 @@ so every operation is written once, for terms, instead of once per pair of leaf 
 embedding and head agree in `o` and `i`: there the one-hot factor of the first meets the dense one of the second.
 """
 
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -49,7 +50,8 @@ def terms(leaf: Leaf, dtype: torch.dtype) -> tuple[Term, ...]:
             return ((g, Operand("bti", leaf.x.to(dtype))),)
         case Materialized():
             w = leaf.w.to(dtype)
-            return ((Operand("boi", w) if w.ndim == 3 else Operand("bi", w.reshape(w.shape[0], -1)),),)
+            vector = w.reshape(w.shape[0], prod(w.shape[1:]))
+            return ((Operand("boi", w) if w.ndim == 3 else Operand("bi", vector),),)
         case Sum():
             return tuple(term for use in leaf.uses for term in terms(use, dtype))
 
