@@ -1,0 +1,212 @@
+"""Small random leaves, trees and sources of every kind, and the strategies that size them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, TypeAlias
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import config
+from torch import Generator, Tensor
+
+from attrax.core import (
+    Block,
+    Blocks,
+    Examples,
+    GradTree,
+    Leaf,
+    Part,
+    Sum,
+    diagonal,
+    factorized,
+    lookup,
+    materialized,
+    take,
+)
+from attrax.core.products import examples_in
+
+Builder: TypeAlias = Callable[[Generator, int, int, int, int], Leaf]
+
+
+def generator(seed: int) -> Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(gen: Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
+
+
+def linear(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return factorized("fc.weight", normal(gen, B, T, Ni), normal(gen, B, T, No))
+
+
+def linear_bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return factorized("fc.weight", normal(gen, B, T, Ni), normal(gen, B, T, No), bias="fc.bias")
+
+
+def conv1d(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    a, g = normal(gen, B, T, Ni), normal(gen, B, T, No)
+    return factorized("c_fc.weight", a, g, bias="c_fc.bias", transposed=True)
+
+
+def stacked(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    parts = [Part("q.weight", No), Part("k.weight", 1), Part("v.weight", No + 1)]
+    return factorized(parts, normal(gen, B, T, Ni), normal(gen, B, T, 2 * No + 2))
+
+
+def stacked_bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    parts = [Part("q.weight", No, bias="q.bias"), Part("k.weight", 2, bias="k.bias", transposed=True)]
+    return factorized(parts, normal(gen, B, T, Ni), normal(gen, B, T, No + 2), bias=True)
+
+
+def called_twice(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return replace(linear(gen, B, 2 * T, Ni, No), calls=2)
+
+
+def embedding(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    ids = torch.randint(0, No + 1, (B, T), generator=gen)
+    return lookup("emb.weight", ids, normal(gen, B, T, Ni), rows=No + 1)
+
+
+def norm(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return diagonal("ln.weight", normal(gen, B, T, Ni), normal(gen, B, T, Ni))
+
+
+def bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return diagonal("ln.bias", torch.ones(B, T, 1, dtype=torch.float64), normal(gen, B, T, Ni))
+
+
+def built_matrix(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return materialized("m.weight", normal(gen, B, No, Ni))
+
+
+def built_vector(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return materialized("scale", normal(gen, B, Ni))
+
+
+def built_tensor(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    return materialized("kernel", normal(gen, B, No, 2, Ni))
+
+
+def tied(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    """An embedding of No + 1 entries that is also the output head, which sees one position more."""
+    first = embedding(gen, B, T, Ni, No)
+    second = factorized(first.parts, normal(gen, B, T + 1, Ni), normal(gen, B, T + 1, No + 1))
+    return Sum((first, second), first.parts)
+
+
+def mixed(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+    """One matrix used by a layer and, elsewhere, in a way that only gives its gradient."""
+    first = linear(gen, B, T, Ni, No)
+    return Sum((first, replace(built_matrix(gen, B, T, Ni, No), parts=first.parts)), first.parts)
+
+
+FACTORED: dict[str, Builder] = {
+    f.__name__: f
+    for f in (linear, linear_bias, conv1d, stacked, stacked_bias, called_twice, embedding, norm, bias)
+}
+BUILT: dict[str, Builder] = {f.__name__: f for f in (built_matrix, built_vector, built_tensor)}
+SUMS: dict[str, Builder] = {f.__name__: f for f in (tied, mixed)}
+KINDS = FACTORED | BUILT | SUMS
+LINEAR = {name: f for name, f in FACTORED.items() if f not in (embedding, norm, bias)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Two sides with B and Q examples of T and S rows, widths Ni and No, and a seed."""
+
+    B: int
+    Q: int
+    T: int
+    S: int
+    Ni: int
+    No: int
+    seed: int
+
+    def pair(self, build: Builder) -> tuple[Leaf, Leaf]:
+        gen = generator(self.seed)
+        return build(gen, self.B, self.T, self.Ni, self.No), build(gen, self.Q, self.S, self.Ni, self.No)
+
+    def one(self, build: Builder) -> Leaf:
+        return self.pair(build)[0]
+
+    def trees(self, builders: dict[str, Builder] = KINDS) -> tuple[GradTree, GradTree]:
+        """Both sides with one leaf of every kind."""
+        pairs = {name: replace(self, seed=self.seed + i).pair(f) for i, (name, f) in enumerate(builders.items())}
+        train, query = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
+        return GradTree(train), GradTree(query)
+
+
+SHAPES = (
+    *[(3, 2, 4, 3, 3, 4), (1, 1, 1, 1, 1, 1), (2, 3, 1, 5, 4, 2), (4, 1, 2, 2, 1, 3)],
+    *[(1, 4, 6, 1, 5, 1), (2, 2, 3, 3, 2, 2)],
+)
+EMPTY = ((0, 2, 3, 1, 2, 3), (2, 0, 1, 3, 3, 2), (2, 3, 0, 2, 3, 4), (3, 2, 2, 0, 1, 1), (0, 0, 0, 0, 2, 2))
+"""A few shapes, so that their plans are shared between examples and tests; the numbers are drawn anew."""
+
+
+def sizes(*, empty: bool = False) -> st.SearchStrategy[Sizes]:
+    """Sizes, with `empty` also of sides without examples or rows."""
+    shapes = st.sampled_from(SHAPES + EMPTY if empty else SHAPES)
+    return st.builds(lambda shape, seed: Sizes(*shape, seed), shapes, st.integers(0, 2**31))
+
+
+def tree(**leaves: Leaf) -> GradTree:
+    return GradTree(leaves)
+
+
+def named(count: int, first: int = 0) -> tuple[str, ...]:
+    return tuple(f"x{first + i}" for i in range(count))
+
+
+def block(grads: GradTree, ids: tuple[str, ...], **about: object) -> Block:
+    """A block of summed losses: every example weighs 1."""
+    about = {"weight": torch.ones(len(ids)), "fingerprint": "p0", **about}
+    return Block(grads, Examples(ids, **about))  # pyright: ignore[reportArgumentType]
+
+
+def source(*trees: GradTree, **about: object) -> Blocks:
+    """One block a tree, examples numbered through."""
+    blocks: list[Block] = []
+    for grads in trees:
+        first = sum(len(b.examples) for b in blocks)
+        blocks.append(block(grads, named(examples_in(grads), first), **about))
+    return Blocks(blocks)
+
+
+def cut(grads: GradTree, *lengths: int) -> list[GradTree]:
+    """The examples of a tree in consecutive groups of the given lengths."""
+    ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
+    return [
+        grads.map(lambda _, leaf, stop=end, size=size: take(leaf, slice(stop - size, stop)))
+        for end, size in zip(ends, lengths, strict=True)
+    ]
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Switch off the run-time type checker, to see the errors of a caller who has none."""
+    config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        config.update("jaxtyping_disable", False)
+
+
+def law(examples: int = 25, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+    """`given`, without the run-time type checker, whose cost would leave time for few examples."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        @settings(max_examples=examples)
+        @given(**strategies)
+        @wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            with unchecked():
+                test(*args, **kwargs)
+
+        return run
+
+    return decorate
