@@ -1,0 +1,343 @@
+"""The gradient file: how leaves become plain arrays, and what one shard of a store holds.
+
+A store is a directory of HDF5 files ``*.shard.h5``, each complete in itself and never changed once it has its name.
+K blocks of together N examples lie one after another.  All datasets carry fletcher32 checksums, all metadata those of
+the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
+
+    /                     attributes format, schema, attrax, run, rank, sequence, writer, created
+    /ids/                 utf8 [bytes], offsets [N + 1]: id n is utf8[offsets[n] : offsets[n + 1]]
+    /weight, /tokens      [N] float64 and int64 (NaN and -1 where unknown)
+    /blocks/              step, micro, size, signature, weight_bits (0 = unknown), has_tokens, learning_rate (NaN =
+                          none), each [K], and fingerprint/ like /ids/
+    /signatures/          leaf [sum], offsets [S + 1]: the numbers of the leaves that a block of signature s has
+    /leaves/<number>/     attributes name and form (JSON of a `Form`), and by kind
+        Factorized        a [R, Ni], g [R, No], offsets [n + 1]: rows of example k are offsets[k] : offsets[k + 1]
+        Lookup            ids [R], g [R, E], offsets
+        Diagonal          x [R, d or 1], g [R, d], offsets
+        Materialized      w [n, *shape]
+        Sum               uses/<number>/, each as above
+    /columns/<number>/    attribute name; values [N], or utf8 and offsets
+
+The n examples of a leaf are those of the blocks whose signature lists it, in order.  Rows are packed: the trailing rows
+in which an example's g is zero are not stored (with several calls: those of every call).  bfloat16 is a 16-bit HDF5
+float, which plain h5py reads as float32.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum, batch_size
+from attrax.core.tree import Examples
+
+FORMAT = "attrax gradient shard"
+SCHEMA = 1
+SUFFIX = ".shard.h5"
+
+ARRAYS: Mapping[str, tuple[str, ...]] = {
+    "Factorized": ("a", "g"),
+    "Lookup": ("ids", "g"),
+    "Diagonal": ("x", "g"),
+    "Materialized": ("w",),
+    "Sum": (),
+}
+"""Names of the arrays of each kind of leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One packed array: its name, dtype ("float32") and the shape of a row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(map(str, self.shape))}] {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all records of a leaf in one group of a shard share; hashable.
+
+    Attributes:
+        kind: Name of the leaf type.
+        parts: The leaf's parts.
+        arrays: Its arrays.
+        bias: See `Factorized`.
+        calls: See `Factorized`.
+        basis: See `Factorized`.
+        rows: Vocabulary size of a `Lookup`.
+        uses: Forms of the uses of a `Sum`.
+    """
+
+    kind: str
+    parts: tuple[Part, ...]
+    arrays: tuple[Array, ...] = ()
+    bias: bool = False
+    calls: int = 1
+    basis: str = ""
+    rows: int = 0
+    uses: tuple["Form", ...] = ()
+
+    def __str__(self) -> str:
+        inner = " + ".join(map(str, self.uses)) or ", ".join(map(str, self.arrays))
+        return f"{self.kind}({inner})" + (f" in {self.basis}" if self.basis else "")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Packed:
+    """A leaf with the rows of its B examples one after another, without padding.
+
+    Attributes:
+        form: What is not an array.
+        arrays: In the order of ``form.arrays``, [R, ...] each.
+        counts: Rows of each example [B]; ones for Materialized and Sum.
+        uses: The packed uses of a Sum.
+    """
+
+    form: Form
+    arrays: tuple[Tensor, ...]
+    counts: Int[Tensor, " B"]
+    uses: tuple["Packed", ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Record:
+    """A block as it is written: its examples, packed leaves and further columns (numbers, or a tuple of strings)."""
+
+    examples: Examples
+    leaves: tuple[tuple[str, Packed], ...]
+    columns: Mapping[str, Tensor | tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """All of a shard but its arrays; the sequences over blocks have K entries.
+
+    Attributes:
+        name: File name.
+        size: File size in bytes.
+        run: Run id: one pass of a program over data.
+        rank: Number of the process within the run.
+        sequence: Number of the shard within (run, rank).
+        writer: Identifies the sink that wrote it.
+        created: Seconds since 1970.
+        ids: Example ids [N].
+        steps: Optimizer step of each block.
+        micros: Block number within its step.
+        sizes: Examples of each block.
+        fingerprints: Parameter fingerprint of each block.
+        rates: Learning rate of each block, or None.
+        kinds: Signature number of each block.
+        signatures: Leaf numbers of each signature.
+        leaves: (name, form) of each leaf number.
+        columns: Names of further columns.
+    """
+
+    name: str
+    size: int
+    run: str
+    rank: int
+    sequence: int
+    writer: str
+    created: float
+    ids: tuple[str, ...]
+    steps: tuple[int, ...]
+    micros: tuple[int, ...]
+    sizes: tuple[int, ...]
+    fingerprints: tuple[str, ...]
+    rates: tuple[float | None, ...]
+    kinds: tuple[int, ...]
+    signatures: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[str, Form], ...]
+    columns: tuple[str, ...] = ()
+
+
+def form_of(leaf: Leaf) -> Form:
+    """The form of a leaf.
+
+    >>> from attrax.core import diagonal
+    >>> print(form_of(diagonal("b", torch.ones(2, 3, 1), torch.ones(2, 3, 4))))
+    Diagonal(x[1] float32, g[4] float32)
+    """
+    kind = type(leaf).__name__
+    if isinstance(leaf, Sum):
+        return Form(kind, leaf.parts, basis=leaf.basis, uses=tuple(form_of(use) for use in leaf.uses))
+    lead = 1 if isinstance(leaf, Materialized) else 2
+    arrays = tuple(_array(name, getattr(leaf, name), lead) for name in ARRAYS[kind])
+    extra = {name: getattr(leaf, name) for name in ("bias", "calls", "rows") if hasattr(leaf, name)}
+    return Form(kind, leaf.parts, arrays, basis=leaf.basis, **extra)
+
+
+def _array(name: str, x: Tensor, lead: int) -> Array:
+    return Array(name, str(x.dtype).removeprefix("torch."), tuple(x.shape[lead:]))
+
+
+def pack(leaf: Leaf) -> Packed:
+    """Drop each example's trailing rows of zero g and lay the rest end to end; arrays are copies.
+
+    >>> from attrax.core import diagonal
+    >>> g = torch.tensor([[[1.0], [0.0], [2.0]], [[3.0], [0.0], [0.0]]])
+    >>> packed = pack(diagonal("b", torch.ones(2, 3, 1), g))
+    >>> packed.arrays[1].flatten(), packed.counts
+    (tensor([1., 0., 2., 3.]), tensor([3, 1]))
+    """
+    form = form_of(leaf)
+    single = torch.ones(batch_size(leaf), dtype=torch.int64)
+    match leaf:
+        case Sum():
+            return Packed(form, (), single, tuple(pack(use) for use in leaf.uses))
+        case Materialized():
+            return Packed(form, (leaf.w.clone(),), single)
+        case _:
+            keep, counts = _used_rows(leaf.g, leaf.calls)
+            return Packed(form, tuple(getattr(leaf, a.name)[keep] for a in form.arrays), counts)
+
+
+def _used_rows(g: Tensor, calls: int) -> tuple[Tensor, Tensor]:
+    """Mask [B, T] of the rows to keep, and their number [B]; every call of an example keeps equally many."""
+    B, T = g.shape[:2]
+    calls = calls if T % max(1, calls) == 0 else 1
+    used = (g != 0).any(-1).reshape(B, calls, T // calls).any(1)
+    place = torch.arange(T // calls)
+    length = (used * (place + 1)).amax(1) if T else torch.zeros(B, dtype=torch.int64)
+    keep = (place < length.unsqueeze(1)).unsqueeze(1).expand(B, calls, T // calls)
+    return keep.reshape(B, T), length * calls
+
+
+def unpack(packed: Packed) -> Leaf:
+    """The leaf of packed rows, shorter examples padded with zero rows.
+
+    >>> from attrax.core import diagonal
+    >>> leaf = diagonal("b", torch.ones(2, 3, 1), torch.tensor([[[1.0], [2.0], [0.0]], [[3.0], [0.0], [0.0]]]))
+    >>> unpack(pack(leaf)).g.squeeze(-1)
+    tensor([[1., 2.],
+            [3., 0.]])
+    """
+    form, rows = packed.form, {}
+    for array, x in zip(form.arrays, packed.arrays, strict=True):
+        rows[array.name] = x if form.kind == "Materialized" else _padded(x, packed.counts, form.calls)
+    match form.kind:
+        case "Sum":
+            return Sum(tuple(unpack(use) for use in packed.uses), form.parts, form.basis)
+        case "Materialized":
+            return Materialized(**rows, parts=form.parts, bias=form.bias, basis=form.basis)
+        case "Lookup":
+            return Lookup(**rows, parts=form.parts, rows=form.rows, calls=form.calls, basis=form.basis)
+        case "Diagonal":
+            return Diagonal(**rows, parts=form.parts, calls=form.calls, basis=form.basis)
+        case _:
+            return Factorized(**rows, parts=form.parts, bias=form.bias, calls=form.calls, basis=form.basis)
+
+
+def _padded(x: Tensor, counts: Tensor, calls: int) -> Tensor:
+    calls = calls if bool((counts % calls == 0).all()) else 1
+    longest = max(1, int(counts.amax()) // calls) if len(counts) else 1
+    shape = (len(counts), calls * longest, *x.shape[1:])
+    if x.shape[0] == shape[0] * shape[1]:
+        return x.reshape(shape)
+    keep = torch.arange(longest) < (counts // calls).unsqueeze(1)
+    out = x.new_zeros(shape)
+    out[keep.unsqueeze(1).expand(-1, calls, -1).reshape(shape[:2])] = x
+    return out
+
+
+def take_packed(packed: Packed, index: Int[Tensor, " n"]) -> Packed:
+    """Some examples of packed rows; without a copy where they are neighbors.
+
+    >>> from attrax.core import materialized
+    >>> take_packed(pack(materialized("b", torch.arange(4.0))), torch.tensor([2, 0])).arrays[0]
+    tensor([2., 0.])
+    """
+    counts = packed.counts[index]
+    uses = tuple(take_packed(use, index) for use in packed.uses)
+    starts = packed.counts.cumsum(0)[index] - counts
+    if len(index) and bool((index[1:] == index[:-1] + 1).all()):
+        first, total = int(starts[0]), int(counts.sum())
+        return Packed(packed.form, tuple(x[first : first + total] for x in packed.arrays), counts, uses)
+    rows = ranges(starts, counts)
+    return Packed(packed.form, tuple(x[rows] for x in packed.arrays), counts, uses)
+
+
+def ranges(starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]) -> Int[Tensor, " total"]:
+    """The numbers of all ranges ``[start, start + count)``, one range after another.
+
+    >>> ranges(torch.tensor([5, 0]), torch.tensor([2, 3]))
+    tensor([5, 6, 0, 1, 2])
+    """
+    shift = starts - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
+
+
+def concat_packed(pieces: Sequence[Packed]) -> Packed:
+    """Examples of several packed leaves of one form, one piece after another."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    arrays = tuple(torch.cat(same) for same in zip(*(p.arrays for p in pieces), strict=True))
+    uses = tuple(concat_packed(same) for same in zip(*(p.uses for p in pieces), strict=True))
+    return Packed(first.form, arrays, torch.cat([p.counts for p in pieces]), uses)
+
+
+def packed_bytes(packed: Packed) -> int:
+    """Bytes of the arrays, row counts included."""
+    own = sum(x.numel() * x.element_size() for x in (*packed.arrays, packed.counts))
+    return own + sum(packed_bytes(use) for use in packed.uses)
+
+
+def form_from_json(value: Mapping[str, Any]) -> Form:
+    """Read a form from parsed JSON of ``dataclasses.asdict``; nothing in it is trusted.
+
+    Raises:
+        ValueError: If a field is missing, of the wrong type, or inconsistent with the others.
+
+    >>> from dataclasses import asdict
+    >>> form = Form("Materialized", (Part("b", 3),), (Array("w", "float32", (3,)),))
+    >>> form_from_json(asdict(form)) == form
+    True
+    """
+    try:
+        form = Form(
+            kind=str(value["kind"]),
+            parts=tuple(map(_part, value["parts"])),
+            arrays=tuple(Array(a["name"], a["dtype"], tuple(map(int, a["shape"]))) for a in value["arrays"]),
+            bias=bool(value["bias"]),
+            calls=int(value["calls"]),
+            basis=str(value["basis"]),
+            rows=int(value["rows"]),
+            uses=tuple(form_from_json(use) for use in value["uses"]),
+        )
+        valid = _is_valid(form)
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"the form of a leaf is malformed: {error!r}") from error
+    if not valid:
+        raise ValueError(f"the form of a leaf is inconsistent: {form}")
+    return form
+
+
+def _part(value: Mapping[str, Any]) -> Part:
+    part = Part(**{n: tuple(map(int, v)) if isinstance(v, list | tuple) else v for n, v in value.items()})
+    if not (isinstance(part.weight, str) and isinstance(part.bias, str | None) and isinstance(part.width, int)):
+        raise TypeError(f"parts of a leaf have names and widths, not {value}")
+    return part
+
+
+def _is_valid(form: Form) -> bool:
+    names = tuple(array.name for array in form.arrays)
+    shapes = [array.shape for array in form.arrays]
+    right = {
+        "Factorized": lambda: [len(s) for s in shapes] == [1, 1],
+        "Lookup": lambda: [len(s) for s in shapes] == [0, 1],
+        "Diagonal": lambda: [len(s) for s in shapes] == [1, 1] and shapes[0] in ((1,), shapes[1]),
+        "Materialized": lambda: True,
+        "Sum": lambda: bool(form.uses),
+    }
+    bounded = 0 <= form.rows < 2**31 and 1 <= form.calls < 2**31 and math.prod(map(math.prod, shapes)) >= 0
+    known = form.kind in right and names == ARRAYS[form.kind]
+    return known and bounded and bool(form.parts) and right[form.kind]()

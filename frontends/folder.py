@@ -1,0 +1,142 @@
+"""The directory of a store: the names in it, locks, and files that appear whole or not at all."""
+
+import fcntl
+import os
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from attrax.core.schema import SUFFIX
+
+INDEX = "index.json"
+_OURS = re.compile(
+    rf"index\.json|\.index\.json\.\w+\.tmp|\..+-\d{{4,}}\.lock|.+{re.escape(SUFFIX)}|\..+{re.escape(SUFFIX)}\.tmp"
+)
+
+
+def shard_name(run: str, rank: int, sequence: int, writer: str) -> str:
+    """File name of a shard; no two writers use the same.
+
+    >>> shard_name("r1", 0, 12, "ab")
+    'r1-0000-000012-ab.shard.h5'
+    """
+    return f"{run}-{rank:04d}-{sequence:06d}-{writer}{SUFFIX}"
+
+
+def next_sequence(folder: Path, run: str, rank: int) -> int:
+    """The number after those of the shards that (run, rank) has."""
+    name = re.compile(rf"{re.escape(run)}-{rank:04d}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
+    found = [name.fullmatch(entry.name) for entry in folder.iterdir()]
+    return max((int(match[1]) for match in found if match), default=-1) + 1
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished file its name: others see all of it or nothing, also after a power failure."""
+    _sync(temporary)
+    os.rename(temporary, final)
+    with suppress(OSError):  # some network file systems cannot flush a directory
+        _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_index(folder: Path, text: str) -> None:
+    """Replace the index; without effect where the directory cannot be written."""
+    temporary = folder / f".{INDEX}.{secrets.token_hex(8)}.tmp"
+    with suppress(OSError):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            publish(temporary, folder / INDEX)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def shard_sizes(folder: Path) -> dict[str, int]:
+    """Size of each shard by name.
+
+    Raises:
+        ValueError: If there is no such directory, it has no shard, or one is not a file of the directory itself.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"open_store: there is no store at '{folder}': the directory does not exist.")
+    sizes: dict[str, int] = {}
+    unfinished = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            unfinished += entry.name.endswith(f"{SUFFIX}.tmp")
+            if not entry.name.endswith(SUFFIX):
+                continue
+            if not entry.is_file(follow_symlinks=False):
+                raise ValueError(
+                    f"open_store: '{entry.name}' in '{folder}' is a link or directory, not a shard."
+                )
+            sizes[entry.name] = entry.stat().st_size
+    if not sizes:
+        half = f" {unfinished} were never finished (a writer is busy, or was killed before its first flush)."
+        raise ValueError(
+            f"open_store: '{folder}' holds no shards.{half if unfinished else ''} Nothing can be read yet."
+        )
+    return sizes
+
+
+def lock_path(folder: Path, run: str, rank: int) -> Path:
+    """The file that a writer of (run, rank) holds locked."""
+    return folder / f".{run}-{rank:04d}.lock"
+
+
+def lock(folder: Path, run: str, rank: int) -> int:
+    """Become the writer of (run, rank); the lock lasts until the descriptor is closed or the process ends.
+
+    Raises:
+        ValueError: If there is another writer.
+    """
+    descriptor = _acquire(lock_path(folder, run, rank))
+    if descriptor is None:
+        raise ValueError(
+            f"store: run '{run}', rank {rank}, of '{folder}' is being written by another sink. Give each process its "
+            "own rank=, or leave run= out to begin a new run."
+        )
+    return descriptor
+
+
+def _acquire(path: Path) -> int | None:
+    """Lock a file, made if missing; None if another holds it.  Where there are no locks it counts as free."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass
+    return descriptor
+
+
+def clear(folder: Path) -> None:
+    """Delete the files of a store that nobody writes; other files stay.
+
+    Raises:
+        ValueError: If a run is being written.
+    """
+    held: list[int] = []
+    try:
+        for path in folder.glob(".*.lock"):
+            descriptor = _acquire(path)
+            if descriptor is None:
+                raise ValueError(
+                    f"store: '{folder}' is being written ({path.name}); overwrite it afterwards."
+                )
+            held.append(descriptor)
+        for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX):
+            if _OURS.fullmatch(path.name):
+                path.unlink()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

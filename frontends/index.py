@@ -1,0 +1,85 @@
+"""The index of a store: descriptions of its shards in one file, so that opening it need not open them all.
+
+The index is only a cache.  An entry counts if a shard of that name and size exists; what is missing, torn or out of
+date is read from the shards, which are complete in themselves, and the index is written again.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from attrax.core.schema import SCHEMA, Form, ShardInfo, form_from_json
+from attrax.frontends.folder import INDEX, shard_sizes, write_index
+from attrax.frontends.shards import check_info, read_info
+
+
+def shards_of(folder: Path) -> tuple[ShardInfo, ...]:
+    """Descriptions of all finished shards of a store, by name.
+
+    Raises:
+        ValueError: If there is no store, or a shard cannot be read.
+    """
+    sizes = shard_sizes(folder)
+    known = _load(folder / INDEX)
+    fresh = {name: info for name, info in known.items() if sizes.get(name) == info.size}
+    shards = tuple(fresh[name] if name in fresh else read_info(folder / name) for name in sorted(sizes))
+    if len(fresh) != len(shards) or len(known) != len(shards):
+        write_index(folder, _dumped(shards))
+    return shards
+
+
+def _canonical(shards: Any) -> str:
+    return json.dumps(shards, separators=(",", ":"), sort_keys=True)
+
+
+def _dumped(shards: tuple[ShardInfo, ...]) -> str:
+    text = _canonical([asdict(info) for info in shards])
+    return f'{{"schema":{SCHEMA},"crc32":{zlib.crc32(text.encode())},"shards":{text}}}'
+
+
+def _load(path: Path) -> dict[str, ShardInfo]:
+    """The usable index; nothing in it is trusted."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        text = _canonical(content["shards"])
+        if content["schema"] != SCHEMA or content["crc32"] != zlib.crc32(text.encode()):
+            return {}
+        return {info.name: info for info in map(_info, content["shards"])}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _info(entry: Mapping[str, Any]) -> ShardInfo:
+    def items(name: str, *kinds: type) -> tuple[Any, ...]:
+        if not all(type(value) in kinds for value in entry[name]):
+            raise TypeError(name)
+        return tuple(entry[name])
+
+    def leaf(value: tuple[str, Mapping[str, Any]]) -> tuple[str, Form]:
+        name, form = value
+        return str(name), form_from_json(form)
+
+    info = ShardInfo(
+        name=str(entry["name"]),
+        size=int(entry["size"]),
+        run=str(entry["run"]),
+        rank=int(entry["rank"]),
+        sequence=int(entry["sequence"]),
+        writer=str(entry["writer"]),
+        created=float(entry["created"]),
+        ids=items("ids", str),
+        steps=items("steps", int),
+        micros=items("micros", int),
+        sizes=items("sizes", int),
+        fingerprints=items("fingerprints", str),
+        rates=items("rates", float, type(None)),
+        kinds=items("kinds", int),
+        signatures=tuple(tuple(int(number) for number in signature) for signature in entry["signatures"]),
+        leaves=tuple(leaf(value) for value in entry["leaves"]),
+        columns=items("columns", str),
+    )
+    check_info(info)
+    return info

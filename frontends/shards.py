@@ -1,0 +1,323 @@
+"""One shard of a store: write blocks into a file, describe the file, read some of its examples.
+
+The layout is that of `attrax.core.schema`.  Whatever is wrong with a file is reported with the shard and the leaf.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import h5py
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attrax.core.schema import (
+    FORMAT,
+    SCHEMA,
+    Array,
+    Form,
+    Packed,
+    Record,
+    ShardInfo,
+    concat_packed,
+    form_from_json,
+)
+from attrax.frontends.h5types import (
+    child,
+    open_file,
+    read_array,
+    read_number,
+    read_offsets,
+    read_ranges,
+    read_strings,
+    read_text,
+    write_array,
+    write_offsets,
+    write_strings,
+    write_text,
+)
+
+_UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, MemoryError)
+
+
+def write_shard(path: Path, header: Mapping[str, str | int | float], records: Sequence[Record]) -> None:
+    """Write blocks into a new file.
+
+    Args:
+        path: File to create.
+        header: Attributes of the file beside `format` and `schema`.
+        records: At least one block.
+    """
+    with h5py.File(path, "x", libver=("v110", "v110"), locking=False) as file:
+        for name, value in {"format": FORMAT, "schema": SCHEMA, **header}.items():
+            if isinstance(value, str):
+                write_text(file, name, value)
+            else:
+                file.attrs[name] = value
+        write_strings(file.create_group("ids"), [i for r in records for i in r.examples.ids])
+        _write_examples(file, records)
+        _write_leaves(file, records)
+        for number, name in enumerate(records[0].columns):
+            _write_column(file.create_group(f"columns/{number}"), name, [r.columns[name] for r in records])
+
+
+def _write_examples(file: h5py.File, records: Sequence[Record]) -> None:
+    examples = [r.examples for r in records]
+    unknown = [torch.full((len(e),), math.nan, dtype=torch.float64) for e in examples]
+    weight = [u if e.weight is None else e.weight.double() for e, u in zip(examples, unknown, strict=True)]
+    tokens = [torch.full((len(e),), -1) if e.tokens is None else e.tokens.long() for e in examples]
+    write_array(file, "weight", torch.cat(weight))
+    write_array(file, "tokens", torch.cat(tokens))
+    blocks = file.create_group("blocks")
+    integers = {
+        "step": [e.step for e in examples],
+        "micro": [e.micro for e in examples],
+        "size": [len(e) for e in examples],
+        "weight_bits": [0 if e.weight is None else 8 * e.weight.element_size() for e in examples],
+        "has_tokens": [int(e.tokens is not None) for e in examples],
+    }
+    for name, values in integers.items():
+        write_array(blocks, name, torch.tensor(values, dtype=torch.int64))
+    rates = [math.nan if e.learning_rate is None else e.learning_rate for e in examples]
+    write_array(blocks, "learning_rate", torch.tensor(rates, dtype=torch.float64))
+    write_strings(blocks.create_group("fingerprint"), [e.fingerprint for e in examples])
+
+
+def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
+    pieces: dict[tuple[str, Form], list[Packed]] = {}
+    signatures: dict[tuple[tuple[str, Form], ...], int] = {}
+    kinds: list[int] = []
+    for record in records:
+        keys = tuple((name, packed.form) for name, packed in record.leaves)
+        kinds.append(signatures.setdefault(keys, len(signatures)))
+        for key, (_, packed) in zip(keys, record.leaves, strict=True):
+            pieces.setdefault(key, []).append(packed)
+    numbers = {key: number for number, key in enumerate(pieces)}
+    write_array(child(file, "blocks"), "signature", torch.tensor(kinds, dtype=torch.int64))
+    group = file.create_group("signatures")
+    flat = [numbers[key] for keys in signatures for key in keys]
+    write_array(group, "leaf", torch.tensor(flat, dtype=torch.int64))
+    write_offsets(group, torch.tensor([len(keys) for keys in signatures], dtype=torch.int64))
+    leaves = file.create_group("leaves")
+    for (name, form), number in numbers.items():
+        leaf = leaves.create_group(str(number))
+        write_text(leaf, "name", name)
+        write_text(leaf, "form", json.dumps(asdict(form), ensure_ascii=False))
+        _write_packed(leaf, concat_packed(pieces[name, form]))
+
+
+def _write_packed(group: h5py.Group, packed: Packed) -> None:
+    for described, x in zip(packed.form.arrays, packed.arrays, strict=True):
+        write_array(group, described.name, x)
+    if packed.form.kind not in ("Materialized", "Sum"):
+        write_offsets(group, packed.counts)
+    for number, use in enumerate(packed.uses):
+        _write_packed(group.create_group(f"uses/{number}"), use)
+
+
+def _write_column(group: h5py.Group, name: str, values: Sequence[Tensor | tuple[str, ...]]) -> None:
+    write_text(group, "name", name)
+    numbers = [v for v in values if isinstance(v, Tensor)]
+    if len(numbers) == len(values):
+        write_array(group, "values", torch.cat(numbers))
+    else:
+        write_strings(group, [str(text) for texts in values for text in texts])
+
+
+@contextmanager
+def _explained(shard: str, part: str) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"open_store: shard '{shard}': {part} cannot be read: {error}. The file is damaged or not written by "
+            "attrax. Move it out of the store to use the other shards, and capture its examples again."
+        ) from error
+
+
+def read_info(path: Path) -> ShardInfo:
+    """Describe a shard without reading its arrays.
+
+    Raises:
+        ValueError: If the file is damaged, of another schema, or not a shard.
+    """
+    with _explained(path.name, "the description"):
+        file = open_file(path)
+    with file:
+        _check_version(path.name, file)
+        with _explained(path.name, "the description"):
+            return _info(path, file)
+
+
+def _check_version(shard: str, file: h5py.File) -> None:
+    with _explained(shard, "the description"):
+        found = read_text(file, "format"), read_number(file, "schema")
+    if found != (FORMAT, SCHEMA):
+        raise ValueError(
+            f"open_store: shard '{shard}' is of format {found[0]!r}, schema {found[1]}; this version of attrax reads "
+            f"{FORMAT!r}, schema {SCHEMA}. Open the store with the version that wrote it."
+        )
+
+
+def _info(path: Path, file: h5py.File) -> ShardInfo:
+    blocks, leaves = child(file, "blocks"), child(file, "leaves")
+    integers = ("step", "micro", "size", "signature")
+    steps, micros, sizes, kinds = (tuple(read_array(blocks, name).tolist()) for name in integers)
+    rates = tuple(None if math.isnan(r) else r for r in read_array(blocks, "learning_rate").tolist())
+    signatures = child(file, "signatures")
+    starts, counts = read_offsets(signatures)
+    flat = read_array(signatures, "leaf").tolist()
+    columns = child(file, "columns") if "columns" in file else ()
+    info = ShardInfo(
+        name=path.name,
+        size=path.stat().st_size,
+        run=read_text(file, "run"),
+        rank=int(read_number(file, "rank")),
+        sequence=int(read_number(file, "sequence")),
+        writer=read_text(file, "writer"),
+        created=float(read_number(file, "created")),
+        ids=read_strings(child(file, "ids")),
+        steps=steps,
+        micros=micros,
+        sizes=sizes,
+        fingerprints=read_strings(child(blocks, "fingerprint")),
+        rates=rates,
+        kinds=kinds,
+        signatures=tuple(
+            tuple(flat[a : a + n]) for a, n in zip(starts.tolist(), counts.tolist(), strict=True)
+        ),
+        leaves=tuple(_described(leaves, str(number)) for number in range(len(leaves))),
+        columns=tuple(
+            read_text(child(file, "columns", str(number)), "name") for number in range(len(columns))
+        ),
+    )
+    check_info(info)
+    return info
+
+
+def _described(leaves: h5py.Group, number: str) -> tuple[str, Form]:
+    group = child(leaves, number)
+    return read_text(group, "name"), form_from_json(json.loads(read_text(group, "form")))
+
+
+def check_info(info: ShardInfo) -> None:
+    """Check that the parts of a description agree.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    K, S, L = len(info.sizes), len(info.signatures), len(info.leaves)
+    columns = (info.steps, info.micros, info.fingerprints, info.rates, info.kinds)
+    if any(len(column) != K for column in columns) or any(size < 0 for size in info.sizes):
+        raise ValueError("its lists of blocks have different lengths")
+    if sum(info.sizes) != len(info.ids):
+        raise ValueError(f"it has {len(info.ids)} ids, its blocks have {sum(info.sizes)} examples")
+    if any(not 0 <= k < S for k in info.kinds) or any(not 0 <= n < L for s in info.signatures for n in s):
+        raise ValueError("its blocks name leaves that it does not have")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Loaded:
+    """Some examples of a shard.
+
+    Attributes:
+        rows: Their positions in the shard [n], ascending.
+        weight: Loss weights [n].
+        tokens: Token counts [n].
+        weight_bits: Per block of the shard, the precision its weights had; 0 if they are unknown.
+        has_tokens: Per block of the shard, whether token counts are known.
+        leaves: By name, for each form: the positions of the examples that have it, and its packed rows.
+    """
+
+    rows: Int[Tensor, " n"]
+    weight: Float[Tensor, " n"]
+    tokens: Int[Tensor, " n"]
+    weight_bits: Int[Tensor, " K"]
+    has_tokens: Int[Tensor, " K"]
+    leaves: Mapping[str, Sequence[tuple[Int[Tensor, " m"], Packed]]]
+
+
+def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
+    """Read examples of a shard.
+
+    Args:
+        folder: The store.
+        info: The shard.
+        rows: Positions in the shard, ascending and distinct.
+
+    Returns:
+        The examples.
+
+    Raises:
+        ValueError: If a checksum fails or the file is not what `info` says; names the shard and the leaf.
+    """
+    with _explained(info.name, "the file"):
+        file = open_file(folder / info.name)
+    with file:
+        with _explained(info.name, "weights and tokens"):
+            ones = torch.ones_like(rows)
+            blocks = child(file, "blocks")
+            weight, tokens = (read_ranges(file, name, rows, ones) for name in ("weight", "tokens"))
+            bits, known = (read_array(blocks, name) for name in ("weight_bits", "has_tokens"))
+            if not len(bits) == len(known) == len(info.sizes):
+                raise ValueError("the lists of blocks have different lengths")
+        kind_of_row = torch.tensor(info.kinds).repeat_interleave(torch.tensor(info.sizes))
+        leaves: dict[str, list[tuple[Tensor, Packed]]] = defaultdict(list)
+        for number, (name, form) in enumerate(info.leaves):
+            owners = torch.tensor([number in signature for signature in info.signatures])[kind_of_row]
+            place = owners.cumsum(0) - 1
+            has = owners[rows]
+            if not bool(has.any()):
+                continue
+            with _explained(info.name, f"leaf '{name}' (leaves/{number})"):
+                group = child(file, "leaves", str(number))
+                packed = _read_packed(group, form, place[rows[has]], int(owners.sum()))
+                leaves[name].append((rows[has], packed))
+    return Loaded(rows, weight, tokens, bits, known, leaves)
+
+
+def _read_packed(group: h5py.Group, form: Form, index: Int[Tensor, " n"], examples: int) -> Packed:
+    starts, counts = index, torch.ones_like(index)
+    if form.kind not in ("Materialized", "Sum"):
+        all_starts, all_counts = read_offsets(group)
+        if len(all_counts) != examples:
+            raise ValueError(f"it has {len(all_counts)} examples, its blocks have {examples}")
+        starts, counts = all_starts[index], all_counts[index]
+    arrays = tuple(_read_rows(group, described, starts, counts) for described in form.arrays)
+    if form.kind == "Lookup" and arrays[0].numel():
+        low, high = (int(x) for x in arrays[0].aminmax())
+        if low < 0 or high >= form.rows:
+            raise ValueError(f"its ids reach from {low} to {high}, its vocabulary has {form.rows} entries")
+    uses = tuple(
+        _read_packed(child(group, "uses", str(n)), u, index, examples) for n, u in enumerate(form.uses)
+    )
+    return Packed(form, arrays, counts, uses)
+
+
+def _read_rows(
+    group: h5py.Group, described: Array, starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]
+) -> Tensor:
+    rows = read_ranges(group, described.name, starts, counts)
+    found = Array(described.name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
+    if found != described:
+        raise ValueError(f"its array is {found}, it should be {described}")
+    return rows
+
+
+def read_column(folder: Path, info: ShardInfo, name: str) -> Tensor | tuple[str, ...]:
+    """All values of a further column of a shard.
+
+    Raises:
+        ValueError: If the column cannot be read.
+    """
+    with _explained(info.name, f"column '{name}'"), open_file(folder / info.name) as file:
+        group = child(file, "columns", str(info.columns.index(name)))
+        values = read_array(group, "values") if "values" in group else read_strings(group)
+        if len(values) != len(info.ids):
+            raise ValueError(f"it has {len(values)} values for {len(info.ids)} examples")
+        return values

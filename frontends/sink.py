@@ -1,0 +1,334 @@
+"""Write gradients to disk: a sink that packs blocks and puts whole shards into a store.
+
+A shard is written under a temporary name in the store, flushed to the disk, and renamed; then the directory is flushed.
+A process that dies, at any moment and in any way, loses the blocks since its last shard and nothing else.
+
+Every opening of a store for writing begins a new run, unless it names one to continue.  A run has one writer per rank
+at a time, guarded by a lock on a file that the system releases when the process ends.  Where the file system has no
+locks the guard is missing; shard names are unique anyway, so no writer ever replaces another's rows.
+"""
+
+import atexit
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
+from attrax.core.leaves import Diagonal, Factorized
+from attrax.core.schema import Packed, Record, pack, packed_bytes
+from attrax.core.tree import block_rows
+from attrax.frontends.folder import clear, lock, lock_path, next_sequence, publish, shard_name
+from attrax.frontends.h5types import TYPES
+from attrax.frontends.shards import write_shard
+
+Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[float] | Tensor]]
+KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a sink does with a block; see `store`."""
+
+    shard_bytes: int
+    shard_examples: float
+    dtype: torch.dtype | None
+    keep_factored: KeepFactored
+    columns: Columns | None
+
+
+def store(
+    path: str | os.PathLike[str],
+    *,
+    shard_bytes: int = 64 * 2**20,
+    shard_examples: int | None = None,
+    dtype: torch.dtype | None = None,
+    keep_factored: KeepFactored = False,
+    columns: Columns | None = None,
+    overwrite: bool = False,
+    run: str | None = None,
+    rank: int = 0,
+) -> "Sink":
+    """Open a store for writing: a sink of blocks.
+
+    Args:
+        path: Directory of the store; made if missing.
+        shard_bytes: A shard is written when this much is waiting.
+        shard_examples: Or when this many examples are.
+        dtype: Store gradients in this dtype; as they come if omitted.
+        keep_factored: Store rows (a, g) even where the gradient itself is smaller: Kronecker statistics and token
+            scores need them.  True, or a function of name and leaf.
+        columns: Further columns of an example, computed from a block's `Examples`: texts, or numbers.
+        overwrite: Delete what the store holds.  With several ranks only the first one may ask for it.
+        run: Continue this run (or name a new one): the ranks of one job pass the same.  A new run by default.
+        rank: Number of this process within the run.
+
+    Returns:
+        The sink: call it with blocks; close it, or use it as a context manager.
+
+    Raises:
+        ValueError: If the path or an option cannot be used, or the run has a writer already.
+
+    >>> import tempfile
+    >>> from attrax.core import materialized
+    >>> from attrax.frontends.store import open_store
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with store(folder) as sink:
+    ...         sink(Block(GradTree({"b": materialized("b", torch.ones(2, 3))}), Examples(("x", "y"))))
+    ...     open_store(folder).ids
+    ('x', 'y')
+    """
+    name = run or time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + secrets.token_hex(4)
+    if not _RUN.fullmatch(name) or rank < 0:
+        raise ValueError(
+            f"store: run {name!r}, rank {rank}: a run is named by up to 100 letters, digits, '.', '_' and '-', "
+            "ranks count from 0."
+        )
+    if dtype is not None and not (dtype in TYPES and dtype.is_floating_point):
+        raise ValueError(f"store: dtype {dtype} cannot be stored; use one of {_floating()}.")
+    if shard_bytes < 1 or (shard_examples is not None and shard_examples < 1):
+        raise ValueError(f"store: a shard of {shard_bytes} bytes, {shard_examples} examples is not possible.")
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(
+            f"store: '{folder}' is a file. A store is a directory: give another path."
+        ) from error
+    if overwrite:
+        clear(folder)
+    most = math.inf if shard_examples is None else shard_examples
+    return Sink(folder, name, rank, Options(shard_bytes, most, dtype, keep_factored, columns))
+
+
+def _floating() -> str:
+    return ", ".join(str(dtype) for dtype in TYPES if dtype.is_floating_point)
+
+
+class Sink:
+    """Collects blocks and writes them as shards; made by `store`.
+
+    Attributes:
+        path: Directory of the store.
+        run: Run id.
+        rank: Rank within the run.
+    """
+
+    def __init__(self, path: Path, run: str, rank: int, options: Options) -> None:
+        self.path, self.run, self.rank = path, run, rank
+        self._options = options
+        self._lock = lock(path, run, rank)
+        self._writer = secrets.token_hex(8)
+        self._sequence = next_sequence(path, run, rank)
+        self._waiting: list[Record] = []
+        self._bytes = self._examples = 0
+        self._process = os.getpid()
+        self._open = True
+        atexit.register(self.close)
+
+    def __call__(self, block: Block) -> None:
+        """Take a block; writes a shard if enough is waiting.
+
+        Raises:
+            ValueError: If the sink is closed or the block cannot be stored.
+        """
+        if not self._open:
+            raise ValueError(f"store: the sink of '{self.path}' is closed. Open the store again to append.")
+        if not block_rows(block):
+            return
+        record = _record(block, self._options)
+        if self._waiting and self._waiting[0].columns.keys() != record.columns.keys():
+            raise ValueError(
+                f"store: columns {list(record.columns)} differ from {list(self._waiting[0].columns)}."
+            )
+        self._waiting.append(record)
+        self._bytes += sum(packed_bytes(packed) for _, packed in record.leaves)
+        self._examples += len(record.examples)
+        if self._bytes >= self._options.shard_bytes or self._examples >= self._options.shard_examples:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting as a shard; returns when it is on the disk."""
+        if not self._waiting:
+            return
+        header = {
+            "attrax": _version(),
+            "run": self.run,
+            "rank": self.rank,
+            "sequence": self._sequence,
+            "writer": self._writer,
+            "created": time.time(),
+        }
+        name = shard_name(self.run, self.rank, self._sequence, self._writer)
+        temporary = self.path / f".{name}.tmp"
+        try:
+            write_shard(temporary, header, self._waiting)
+            publish(temporary, self.path / name)
+        except (OSError, RuntimeError) as error:
+            raise OSError(
+                f"store: shard '{name}' could not be written to '{self.path}': {error}. Its {self._examples} examples "
+                "are still waiting: make room and call flush()."
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._sequence += 1
+        self._waiting, self._bytes, self._examples = [], 0, 0
+
+    def close(self) -> None:
+        """Write what is waiting and release the run; further calls do nothing."""
+        if not self._open or os.getpid() != self._process:
+            return
+        try:
+            self.flush()
+        finally:
+            self._open = False
+            atexit.unregister(self.close)
+            with suppress(OSError):
+                lock_path(self.path, self.run, self.rank).unlink()
+            os.close(self._lock)
+
+    def __enter__(self) -> "Sink":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Sink('{self.path}', run '{self.run}', rank {self.rank}, {self._examples} examples waiting)"
+
+
+def _record(block: Block, options: Options) -> Record:
+    """A block on the host: compacted, cast and packed."""
+    grads = block.grads if options.keep_factored is True else _compacted(block.grads, options.keep_factored)
+    grads, examples = _on_host((grads, block.examples))
+    for name, values in (("weight", examples.weight), ("tokens", examples.tokens)):
+        if values is not None and values.shape != (len(examples),):
+            raise ValueError(
+                f"store: {name} has shape {tuple(values.shape)}, the block has {len(examples)} examples."
+            )
+    leaves = tuple((name, pack(_cast(name, leaf, options.dtype))) for name, leaf in grads.items())
+    for name, packed in leaves:
+        _check(name, packed)
+    columns = _columns(examples, options.columns)
+    texts = [v for values in columns.values() if isinstance(values, tuple) for v in values]
+    _encodable([*examples.ids, examples.fingerprint, *grads, *columns, *texts])
+    return Record(tree_map(_copied, examples), leaves, columns)
+
+
+def _compacted(grads: GradTree, keep: KeepFactored) -> GradTree:
+    """Every leaf in its smaller exact form; lengths of all leaves are read in one transfer."""
+    rows = {
+        name: leaf
+        for name, leaf in grads.items()
+        if isinstance(leaf, Factorized | Diagonal) and leaf.calls == 1
+    }
+    longest = _on_host({name: _longest(leaf.g) for name, leaf in rows.items()})
+
+    def shrink(name: str, leaf: Leaf) -> Leaf:
+        if callable(keep) and keep(name, leaf):
+            return leaf
+        length = max(1, int(longest[name])) if name in longest else None
+        return compact(leaf if length is None else tree_map(lambda x: x[:, :length], leaf))
+
+    return grads.map(shrink)
+
+
+def _longest(g: Tensor) -> Tensor:
+    """Number of rows up to the last one that is not zero for every example."""
+    used = (g != 0).any(-1).any(0)
+    last = used * torch.arange(1, len(used) + 1, device=g.device)
+    return last.amax() if len(used) else last.sum()
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _on_host(value: Any) -> Any:
+    """Copy to the host what lies on a GPU, all of it before waiting once."""
+    devices: set[torch.device] = set()
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x.is_cuda:
+            devices.add(x.device)
+        return x.detach().to("cpu", non_blocking=x.is_cuda)
+
+    moved = tree_map(move, value)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return moved
+
+
+def _cast(name: str, leaf: Leaf, dtype: torch.dtype | None) -> Leaf:
+    def convert(x: Tensor) -> Tensor:
+        if dtype is None or not x.is_floating_point() or x.dtype == dtype:
+            return x
+        small = x.to(dtype)
+        if bool((small.isinf() & x.isfinite()).any()):
+            raise ValueError(
+                f"store: leaf '{name}': {dtype} holds numbers up to {torch.finfo(dtype).max:.3g}, the gradients reach "
+                f"{x.abs().max():.3g}. Store them as bfloat16, float32 or as they come."
+            )
+        return small
+
+    return tree_map(convert, leaf)
+
+
+def _check(name: str, packed: Packed) -> None:
+    for x in packed.arrays:
+        if x.dtype not in TYPES:
+            known = ", ".join(str(dtype) for dtype in TYPES)
+            raise ValueError(
+                f"store: leaf '{name}' is {x.dtype}, which cannot be stored; pass dtype=, one of {known}."
+            )
+    for use in packed.uses:
+        _check(name, use)
+    if "\0" in name:
+        raise ValueError(f"store: the leaf name {name!r} holds a zero byte.")
+
+
+def _columns(examples: Examples, columns: Columns | None) -> dict[str, Tensor | tuple[str, ...]]:
+    found: dict[str, Tensor | tuple[str, ...]] = {}
+    for name, values in (columns(examples) if columns else {}).items():
+        texts = [v for v in values if isinstance(v, str)]
+        found[name] = tuple(texts) if texts else torch.as_tensor(values).cpu()
+        if len(found[name]) != len(examples) or (texts and len(texts) != len(values)):
+            raise ValueError(
+                f"store: column '{name}' holds {len(values)} values, {len(texts)} of them texts, for "
+                f"{len(examples)} examples; give one text or one number an example."
+            )
+    return found
+
+
+def _encodable(texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"store: {text!r} is not valid Unicode and cannot be stored: {error}."
+            ) from error
+
+
+def _version() -> str:
+    try:
+        return version("attrax")
+    except PackageNotFoundError:
+        return "unknown"
