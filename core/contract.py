@@ -507,7 +507,44 @@ def contract_pair(x: Operand, y: Operand, out: str) -> Tensor:
         return _elementwise(x, y, out)
     if set(x.letters) <= set(y.letters):
         return _elementwise(y, x, out)
-    return torch.einsum(f"{x.letters},{y.letters}->{out}", x.data, y.data)
+    return _gemm(x, y, out)
+
+
+_SPLIT = 16
+
+
+def _gemm(x: Operand, y: Operand, out: str) -> Tensor:
+    """torch.einsum of two dense operands as one (batched) GEMM on views wherever the axes already lie so.
+
+    A product with few outputs and a very long contraction is split along it: BLAS runs those on one core.
+    """
+    batch = [c for c in x.letters if c in y.letters and c in out]
+    summed = [c for c in x.letters if c in y.letters and c not in out]
+    left, rows = _matrix(x, batch, summed)
+    right, columns = _matrix(y, batch, summed)
+    few = left.shape[0] == 1 and left.shape[1] * right.shape[1] <= 4096
+    if few and left.shape[2] >= 2**15 and left.shape[2] % _SPLIT == 0:
+        left, right = (m.unflatten(2, (_SPLIT, -1)).squeeze(0).transpose(0, 1) for m in (left, right))
+        product = torch.bmm(left, right.transpose(1, 2)).sum(0)
+    else:
+        product = torch.bmm(left, right.transpose(1, 2))
+    sizes = dict(zip(x.letters, x.shape, strict=True)) | dict(zip(y.letters, y.shape, strict=True))
+    letters = [*batch, *rows, *columns]
+    return product.reshape([sizes[c] for c in letters]).permute([letters.index(c) for c in out])
+
+
+def _matrix(operand: Operand, batch: list[str], summed: list[str]) -> tuple[Tensor, list[str]]:
+    """[batch, free, summed] view of an operand and its free letters."""
+    assert isinstance(operand.data, Tensor)
+    free = [c for c in operand.letters if c not in batch and c not in summed]
+    sizes = dict(zip(operand.letters, operand.shape, strict=True))
+    count = [prod(sizes[c] for c in group) for group in (batch, free, summed)]
+    order = operand.letters
+    if summed and free and order.index(summed[0]) < order.index(free[0]):
+        data = operand.data.permute([order.index(c) for c in (*batch, *summed, *free)])
+        return data.reshape(count[0], count[2], count[1]).transpose(1, 2), free
+    data = operand.data.permute([order.index(c) for c in (*batch, *free, *summed)])
+    return data.reshape(count), free
 
 
 def _align(data: Tensor, letters: str, target: str) -> Tensor:

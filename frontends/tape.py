@@ -47,6 +47,8 @@ class Pass:
         rows: Number of examples B.
         inputs: Tensor inputs of the outermost call by name.
         rooted: Whether the outermost call was the model itself, so that all calls of the pass are known.
+        calls: Tapped layer calls, in forward order.
+        silent: Whether tapped layers ran without gradient (reentrant checkpointing runs them again in backward).
         notes: Free for the front-end (loss weight, ids).
     """
 
@@ -65,6 +67,10 @@ class Pass:
             groups = [[self.calls[i] for i in members] for members in components(edges)]
             self._groups = {c.index: members for members in groups for c in members}
         return self._groups[call.index]
+
+    def regroup(self) -> None:
+        """Forget the grouping: calls were added while the backward ran."""
+        self._groups = None
 
     def reset(self) -> None:
         """Forget arrivals, so that a repeated backward (retain_graph) is captured again."""
@@ -177,7 +183,9 @@ class Tape:
         def hook(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is not module or not self.listening:
                 return
-            if self._depth == 0 and self._current is None:
+            if self._depth == 0 and self._current is None and _in_backward() and self._recomputed():
+                self._current = self._running[-1]
+            elif self._depth == 0 and self._current is None:
                 if not _in_backward():
                     self._running = []
                 run = Pass(None, bind(module, args, kwargs), module is self.model)
@@ -190,6 +198,10 @@ class Tape:
 
         return hook
 
+    def _recomputed(self) -> bool:
+        """Whether a forward inside backward re-runs layers that ran without gradient (reentrant checkpointing)."""
+        return bool(self._running) and self._running[-1].silent
+
     def _leave(self, module: nn.Module) -> Callable[..., Any]:
         def hook(called: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if called is not module or not self.listening or self._current is None:
@@ -198,6 +210,8 @@ class Tape:
             if self._depth > 0:
                 return None
             run, self._current, self._depth = self._current, None, 0
+            if run in self._running:
+                return None
             return self.close_pass(run, output) if torch.is_grad_enabled() and run.calls else None
 
         return hook
@@ -262,6 +276,7 @@ class Tape:
         runs, self._running = self._running, []
         with torch.no_grad():
             for run in runs:
+                run.regroup()
                 groups = {id(g): g for g in (run.group_of(call) for call in run.calls)}
                 for group in groups.values():
                     self._emit_group(run, group, partial=True)

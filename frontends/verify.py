@@ -52,14 +52,16 @@ def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Te
     return dict(zip(named, grads, strict=True))
 
 
-def mismatch(parameter: str, captured: Tensor, reference: Tensor | None) -> dict[str, str]:
-    """How a captured gradient differs from the reference, if it does."""
+def mismatch(
+    parameter: str, captured: Tensor, reference: Tensor | None, *, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """How a captured gradient differs from the reference, if it does; `dtype` is the precision to expect."""
     expected = torch.zeros_like(captured) if reference is None else reference.reshape(captured.shape)
     if not bool(torch.isfinite(expected).all()):
         return {}
     scale = float(expected.abs().max())
     error = float((captured - expected).abs().max())
-    dtype = expected.dtype if reference is not None else captured.dtype
+    dtype = dtype or (expected.dtype if reference is not None else captured.dtype)
     tolerance = TOLERANCE.get(dtype, 1e-1)
     if error <= tolerance * scale + torch.finfo(dtype).tiny:
         return {}
