@@ -1,0 +1,72 @@
+"""attrax: which training examples made the model do that?
+
+    train = attrax.live(model, train_batches)
+    query = attrax.live(model, query_batches)
+    scores = attrax.ekfac(train, query)          # [N, Q], higher = more helpful
+    scores.top(10, query=0)
+
+The library has three rooms: `attrax.core` (values and pure functions), `attrax.methods` (one paper a file) and
+`attrax.frontends` (models, training loops, files).  This module is the shop window: everything most programs need.
+"""
+
+from attrax.core import Block as Block
+from attrax.core import Blocks as Blocks
+from attrax.core import Examples as Examples
+from attrax.core import GradTree as GradTree
+from attrax.core import Hardware as Hardware
+from attrax.core import Projection as Projection
+from attrax.core import Scores as Scores
+from attrax.core import Source as Source
+from attrax.core import chain as chain
+from attrax.core import collect as collect
+from attrax.core import content_ids as content_ids
+from attrax.core import fold as fold
+from attrax.core import projected as projected
+from attrax.core import selected as selected
+from attrax.core import stored as stored
+from attrax.core import targeted as targeted
+from attrax.core import transformed as transformed
+from attrax.frontends import capture as capture
+from attrax.frontends import causal_lm as causal_lm
+from attrax.frontends import classification as classification
+from attrax.frontends import functional as functional
+from attrax.frontends import live as live
+from attrax.frontends import load_state
+from attrax.frontends import measure_hardware as measure_hardware
+from attrax.frontends import open_store as open_store
+from attrax.frontends import probe as probe
+from attrax.frontends import read_scores as read_scores
+from attrax.frontends import save_state
+from attrax.frontends import store as store
+from attrax.frontends import to_pandas as to_pandas
+from attrax.frontends import write_scores as write_scores
+from attrax.methods import Curvature as Curvature
+from attrax.methods import average_ranks as average_ranks
+from attrax.methods import ekfac as ekfac
+from attrax.methods import fit_ekfac as fit_ekfac
+from attrax.methods import fit_kfac as fit_kfac
+from attrax.methods import fit_logra as fit_logra
+from attrax.methods import gradcos as gradcos
+from attrax.methods import graddot as graddot
+from attrax.methods import influence as influence
+from attrax.methods import kfac as kfac
+from attrax.methods import logra as logra
+from attrax.methods import preconditioned as preconditioned
+from attrax.methods import recall_at as recall_at
+from attrax.methods import score_logra as score_logra
+from attrax.methods import self_influence as self_influence
+from attrax.methods import spearman as spearman
+from attrax.methods import tracin as tracin
+from attrax.methods import tracin_checkpoints as tracin_checkpoints
+
+__version__ = "0.1.0"
+
+
+def save_curvature(curvature: Curvature, path: str) -> None:
+    """Write a fitted curvature to one HDF5 file; see `load_curvature`."""
+    save_state(curvature, path)
+
+
+def load_curvature(path: str) -> Curvature:
+    """Read a curvature written by `save_curvature`: score again, with any damping, without refitting."""
+    return load_state(path, Curvature)
