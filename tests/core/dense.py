@@ -59,4 +59,6 @@ def assert_same(actual: Tensor, expected: Tensor, within: float | None = None) -
     scale = expected.double().abs().max().item()
     error = (actual.double() - expected.double()).abs().max().item()
     allowed = WITHIN[actual.dtype] if within is None else within
-    assert error <= allowed * scale, f"off by {error:.3g}, largest entry {scale:.3g}, allowed {allowed:.3g} of it"
+    assert error <= allowed * scale, (
+        f"off by {error:.3g}, largest entry {scale:.3g}, allowed {allowed:.3g} of it"
+    )

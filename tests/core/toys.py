@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,13 @@ from torch import Generator, Tensor
 from attrax.core import (
     Block,
     Blocks,
+    Diagonal,
     Examples,
+    Factorized,
     GradTree,
     Leaf,
+    Lookup,
+    Materialized,
     Part,
     Sum,
     diagonal,
@@ -28,7 +33,9 @@ from attrax.core import (
 )
 from attrax.core.products import examples_in
 
-Builder: TypeAlias = Callable[[Generator, int, int, int, int], Leaf]
+from .dense import gradient
+
+Builder: TypeAlias = Callable[[Generator, int, int, int, int], Any]
 
 
 def generator(seed: int) -> Generator:
@@ -39,66 +46,66 @@ def normal(gen: Generator, *shape: int, dtype: torch.dtype = torch.float64) -> T
     return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
 
 
-def linear(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def linear(gen: Generator, B: int, T: int, Ni: int, No: int) -> Factorized:
     return factorized("fc.weight", normal(gen, B, T, Ni), normal(gen, B, T, No))
 
 
-def linear_bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def linear_bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Factorized:
     return factorized("fc.weight", normal(gen, B, T, Ni), normal(gen, B, T, No), bias="fc.bias")
 
 
-def conv1d(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def conv1d(gen: Generator, B: int, T: int, Ni: int, No: int) -> Factorized:
     a, g = normal(gen, B, T, Ni), normal(gen, B, T, No)
     return factorized("c_fc.weight", a, g, bias="c_fc.bias", transposed=True)
 
 
-def stacked(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def stacked(gen: Generator, B: int, T: int, Ni: int, No: int) -> Factorized:
     parts = [Part("q.weight", No), Part("k.weight", 1), Part("v.weight", No + 1)]
     return factorized(parts, normal(gen, B, T, Ni), normal(gen, B, T, 2 * No + 2))
 
 
-def stacked_bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def stacked_bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Factorized:
     parts = [Part("q.weight", No, bias="q.bias"), Part("k.weight", 2, bias="k.bias", transposed=True)]
     return factorized(parts, normal(gen, B, T, Ni), normal(gen, B, T, No + 2), bias=True)
 
 
-def called_twice(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def called_twice(gen: Generator, B: int, T: int, Ni: int, No: int) -> Factorized:
     return replace(linear(gen, B, 2 * T, Ni, No), calls=2)
 
 
-def embedding(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def embedding(gen: Generator, B: int, T: int, Ni: int, No: int) -> Lookup:
     ids = torch.randint(0, No + 1, (B, T), generator=gen)
     return lookup("emb.weight", ids, normal(gen, B, T, Ni), rows=No + 1)
 
 
-def norm(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def norm(gen: Generator, B: int, T: int, Ni: int, No: int) -> Diagonal:
     return diagonal("ln.weight", normal(gen, B, T, Ni), normal(gen, B, T, Ni))
 
 
-def bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Diagonal:
     return diagonal("ln.bias", torch.ones(B, T, 1, dtype=torch.float64), normal(gen, B, T, Ni))
 
 
-def built_matrix(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def built_matrix(gen: Generator, B: int, T: int, Ni: int, No: int) -> Materialized:
     return materialized("m.weight", normal(gen, B, No, Ni))
 
 
-def built_vector(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def built_vector(gen: Generator, B: int, T: int, Ni: int, No: int) -> Materialized:
     return materialized("scale", normal(gen, B, Ni))
 
 
-def built_tensor(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def built_tensor(gen: Generator, B: int, T: int, Ni: int, No: int) -> Materialized:
     return materialized("kernel", normal(gen, B, No, 2, Ni))
 
 
-def tied(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def tied(gen: Generator, B: int, T: int, Ni: int, No: int) -> Sum:
     """An embedding of No + 1 entries that is also the output head, which sees one position more."""
     first = embedding(gen, B, T, Ni, No)
     second = factorized(first.parts, normal(gen, B, T + 1, Ni), normal(gen, B, T + 1, No + 1))
     return Sum((first, second), first.parts)
 
 
-def mixed(gen: Generator, B: int, T: int, Ni: int, No: int) -> Leaf:
+def mixed(gen: Generator, B: int, T: int, Ni: int, No: int) -> Sum:
     """One matrix used by a layer and, elsewhere, in a way that only gives its gradient."""
     first = linear(gen, B, T, Ni, No)
     return Sum((first, replace(built_matrix(gen, B, T, Ni, No), parts=first.parts)), first.parts)
@@ -124,34 +131,49 @@ class Sizes:
     S: int
     Ni: int
     No: int
-    seed: int
+    seed: int = 0
 
-    def pair(self, build: Builder) -> tuple[Leaf, Leaf]:
+    def pair(self, build: Builder) -> tuple[Any, Any]:
         gen = generator(self.seed)
         return build(gen, self.B, self.T, self.Ni, self.No), build(gen, self.Q, self.S, self.Ni, self.No)
 
-    def one(self, build: Builder) -> Leaf:
+    def one(self, build: Builder) -> Any:
         return self.pair(build)[0]
 
     def trees(self, builders: dict[str, Builder] = KINDS) -> tuple[GradTree, GradTree]:
         """Both sides with one leaf of every kind."""
-        pairs = {name: replace(self, seed=self.seed + i).pair(f) for i, (name, f) in enumerate(builders.items())}
+        pairs = {
+            name: replace(self, seed=self.seed + i).pair(f) for i, (name, f) in enumerate(builders.items())
+        }
         train, query = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
         return GradTree(train), GradTree(query)
 
 
-SHAPES = (
-    *[(3, 2, 4, 3, 3, 4), (1, 1, 1, 1, 1, 1), (2, 3, 1, 5, 4, 2), (4, 1, 2, 2, 1, 3)],
-    *[(1, 4, 6, 1, 5, 1), (2, 2, 3, 3, 2, 2)],
-)
-EMPTY = ((0, 2, 3, 1, 2, 3), (2, 0, 1, 3, 3, 2), (2, 3, 0, 2, 3, 4), (3, 2, 2, 0, 1, 1), (0, 0, 0, 0, 2, 2))
+SHAPES = [
+    *[Sizes(3, 2, 4, 3, 3, 4), Sizes(1, 1, 1, 1, 1, 1), Sizes(2, 3, 1, 5, 4, 2)],
+    *[Sizes(4, 1, 2, 2, 1, 3), Sizes(1, 4, 6, 1, 5, 1), Sizes(2, 2, 3, 3, 2, 2)],
+]
+EMPTY = [
+    *[Sizes(0, 2, 3, 1, 2, 3), Sizes(2, 0, 1, 3, 3, 2), Sizes(2, 3, 0, 2, 3, 4)],
+    *[Sizes(3, 2, 2, 0, 1, 1), Sizes(0, 0, 0, 0, 2, 2)],
+]
 """A few shapes, so that their plans are shared between examples and tests; the numbers are drawn anew."""
 
 
 def sizes(*, empty: bool = False) -> st.SearchStrategy[Sizes]:
     """Sizes, with `empty` also of sides without examples or rows."""
     shapes = st.sampled_from(SHAPES + EMPTY if empty else SHAPES)
-    return st.builds(lambda shape, seed: Sizes(*shape, seed), shapes, st.integers(0, 2**31))
+    return st.builds(lambda shape, seed: replace(shape, seed=seed), shapes, st.integers(0, 2**31))
+
+
+def metric_for(leaf: Leaf, seed: int = 0) -> Tensor:
+    """A positive diagonal metric in the leaf's coordinates."""
+    values = normal(generator(seed), *gradient(leaf).shape[1:]).abs()
+    return values.squeeze(0) if values.shape[0] == 1 else values
+
+
+SMALL = Sizes(B=3, Q=2, T=4, S=3, Ni=3, No=4, seed=7)
+"""One ordinary case."""
 
 
 def tree(**leaves: Leaf) -> GradTree:
@@ -194,6 +216,16 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         config.update("jaxtyping_disable", False)
+
+
+@contextmanager
+def refused(*phrases: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    """The block raises `error`, whose message holds every phrase: operation, leaf, remedy."""
+    with unchecked(), pytest.raises(error) as caught:
+        yield
+    message = str(caught.value)
+    for phrase in phrases:
+        assert phrase in message, f"{phrase!r} is not in {message!r}"
 
 
 def law(examples: int = 25, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
