@@ -12,9 +12,6 @@ binary tree over the operands is a *route* with the same result and its own cost
 A step costs ``max(flops / rate, bytes / bandwidth) + launch``.  Routes whose temporaries exceed the memory budget are
 tiled over examples (letters b, then q).  Steps that involve only the query are charged once per `reuse` train blocks.
 
-Operands are dense tensors or one-hot selections (`OneHot`), which are never built: one-hot x dense is a gather or an
-index_add, one-hot x one-hot an equality mask.
-
 Plans are made from shapes only and are printable before anything runs.  Reference: dattri-LLM (2026), section 3.2 and
 its two-route FLOP rule, which this search contains; opt_einsum (Smith and Gray 2018).
 """
@@ -26,9 +23,9 @@ from math import ceil, prod
 from typing import Any, Literal, TypeAlias
 
 import opt_einsum
-import torch
 from opt_einsum.paths import PathOptimizer
-from torch import Tensor
+
+from attrax.core.kernels import OneHot, Operand
 
 Route: TypeAlias = Literal["factor", "materialize", "mixed", "mixed_train", "chain"]
 ROUTES: tuple[Route, ...] = ("factor", "materialize", "mixed", "mixed_train", "chain")
@@ -53,32 +50,6 @@ class Hardware:
 
 
 CPU = Hardware()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class OneHot:
-    """One-hot vectors of width `size` at `ids`; an operand of letters (*axes of ids, vocabulary)."""
-
-    ids: Tensor
-    size: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Operand:
-    """A factor of a contraction: its einsum letters and its data."""
-
-    letters: str
-    data: Tensor | OneHot
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of `letters`."""
-        return (
-            (*self.data.ids.shape, self.data.size)
-            if isinstance(self.data, OneHot)
-            else tuple(self.data.shape)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +174,17 @@ def problem(
 
 
 def _join(x: _Node, y: _Node, keep: Iterable[str]) -> _Node:
-    kept = set(keep)
-    letters = x.letters + "".join(c for c in y.letters if c not in x.letters)
-    return _Node("".join(c for c in letters if c in kept), x.ops | y.ops)
+    return _Node(kept_letters(x.letters, y.letters, keep), x.ops | y.ops)
+
+
+def kept_letters(x: str, y: str, keep: Iterable[str]) -> str:
+    """Letters of the product of two operands that something else still needs, in order of appearance.
+
+    >>> kept_letters("bto", "bti", "bqoi")
+    'boi'
+    """
+    wanted = set(keep)
+    return "".join(c for c in dict.fromkeys(x + y) if c in wanted)
 
 
 def _trees(items: tuple[Tree, ...]) -> Iterator[Tree]:
@@ -222,8 +201,9 @@ def _trees(items: tuple[Tree, ...]) -> Iterator[Tree]:
                 yield (a, b)
 
 
-def _ops(tree: Tree) -> frozenset[int]:
-    return frozenset((tree,)) if isinstance(tree, int) else _ops(tree[0]) | _ops(tree[1])
+def operands_of(tree: Tree) -> frozenset[int]:
+    """Operand indices below a tree."""
+    return frozenset((tree,)) if isinstance(tree, int) else operands_of(tree[0]) | operands_of(tree[1])
 
 
 def _subtrees(tree: Tree) -> Iterator[Tree]:
@@ -239,10 +219,10 @@ def route_of(tree: Tree, train: int) -> Route:
     >>> route_of(((0, 1), (2, 3)), 2), route_of(((0, 2), (1, 3)), 2), route_of((0, (1, (2, 3))), 2)
     ('materialize', 'factor', 'mixed')
     """
-    total = _ops(tree)
+    total = operands_of(tree)
     xs = frozenset(range(train))
     ys = total - xs
-    sets = [_ops(t) for t in _subtrees(tree)]
+    sets = [operands_of(t) for t in _subtrees(tree)]
     x_built, y_built = xs in sets, ys in sets or not ys
     if x_built or y_built:
         return "materialize" if x_built and y_built else "mixed" if y_built else "mixed_train"
@@ -362,7 +342,7 @@ def _linear_path(tree: Tree, n: int) -> list[tuple[int, ...]]:
     path: list[tuple[int, ...]] = []
     for node in _subtrees(tree):
         if not isinstance(node, int):
-            a, b = _ops(node[0]), _ops(node[1])
+            a, b = operands_of(node[0]), operands_of(node[1])
             path.append(tuple(sorted((remaining.index(a), remaining.index(b)))))
             remaining = [r for r in remaining if r not in (a, b)] + [a | b]
     return path or [(0,)]
@@ -397,226 +377,3 @@ def plan_contraction(p: Problem, hardware: Hardware = CPU, route: Route | None =
         optimizer((), (), sizes)
     assert optimizer.best is not None
     return optimizer.best
-
-
-def execute(plan: Plan, operands: Sequence[Operand], *, train: int, twins: bool = False) -> Tensor:
-    """Run a plan, strictly two operands at a time, tile by tile.
-
-    Args:
-        plan: A plan for operands of these letters (other sizes are allowed; the plan may then be slow).
-        operands: Train operands, then query operands, dense ones in the compute dtype.
-        train: Number of train operands.
-        twins: Whether the query operands are the train operands under other letters.
-
-    Returns:
-        The contraction, letters in the order of the plan's output.
-    """
-    output = plan.equation.split("->")[1]
-    q_tiles, b_tiles = _slices(operands, "q", plan.tile[1]), _slices(operands, "b", plan.tile[0])
-    aligned = len(q_tiles) == len(b_tiles) == 1 or all("b" in o.letters for o in operands[train:])
-    rows: list[Tensor] = []
-    for q in q_tiles:
-        kept: dict[frozenset[int], Operand] = {}
-        column = [
-            _evaluate(plan.tree, _tile(operands, {"b": b, "q": q}), output, kept, train, twins and aligned)
-            for b in b_tiles
-        ]
-        joined = torch.cat(column, output.index("b")) if "b" in output else torch.stack(column).sum(0)
-        rows.append(column[0] if len(column) == 1 else joined)
-    return rows[0] if len(rows) == 1 else torch.cat(rows, output.index("q"))
-
-
-def _slices(operands: Sequence[Operand], letter: str, tile: int) -> list[slice]:
-    sizes = [o.shape[o.letters.index(letter)] for o in operands if letter in o.letters]
-    if not sizes or sizes[0] <= tile:
-        return [slice(None)]
-    return [slice(i, i + tile) for i in range(0, sizes[0], tile)]
-
-
-def _tile(operands: Sequence[Operand], cut: dict[str, slice]) -> list[Operand]:
-    return [_cut(o, tuple(cut.get(c, slice(None)) for c in o.letters)) for o in operands]
-
-
-def _cut(o: Operand, index: tuple[slice, ...]) -> Operand:
-    if isinstance(o.data, OneHot):
-        return Operand(o.letters, OneHot(o.data.ids[index[:-1]], o.data.size, o.data.dtype))
-    return Operand(o.letters, o.data[index])
-
-
-def _evaluate(
-    tree: Tree,
-    operands: Sequence[Operand],
-    output: str,
-    kept: dict[frozenset[int], Operand],
-    train: int,
-    twins: bool,
-) -> Tensor:
-    """Contract one tile.  `kept` carries results that do not depend on the train tile from one tile to the next."""
-    result = _visit(tree, operands, output, kept, {}, train, twins)
-    data = _dense(result)
-    summed = [result.letters.index(c) for c in result.letters if c not in output]
-    data = data.sum(summed) if summed else data
-    remaining = [c for c in result.letters if c in output]
-    return data.permute([remaining.index(c) for c in output])
-
-
-def _visit(
-    tree: Tree,
-    operands: Sequence[Operand],
-    output: str,
-    kept: dict[frozenset[int], Operand],
-    local: dict[frozenset[int], Operand],
-    train: int,
-    twins: bool,
-) -> Operand:
-    if isinstance(tree, int):
-        return operands[tree]
-    ops = _ops(tree)
-    memo = local if any("b" in operands[i].letters for i in ops) else kept
-    if ops in memo or ops in local:
-        return memo[ops] if ops in memo else local[ops]
-    left, right = (_visit(t, operands, output, kept, local, train, twins) for t in tree)
-    outside = "".join(o.letters for i, o in enumerate(operands) if i not in ops) + output
-    letters = _join(_Node(left.letters, ops), _Node(right.letters, ops), outside).letters
-    result = Operand(letters, contract_pair(left, right, letters))
-    if min(ops) >= train:
-        memo[ops] = result
-    elif twins and max(ops) < train and max(ops) + train < len(operands):
-        pairs = [(operands[i].letters, operands[i + train].letters) for i in ops]
-        rename = {c: d for ours, theirs in pairs for c, d in zip(ours, theirs, strict=True)}
-        twin = "".join(rename[c] for c in letters)
-        local[frozenset(i + train for i in ops)] = Operand(twin, result.data)
-    return result
-
-
-def _dense(operand: Operand) -> Tensor:
-    if isinstance(operand.data, OneHot):
-        raise ValueError(f"a lone one-hot operand '{operand.letters}' has no dense form")
-    return operand.data
-
-
-def contract_pair(x: Operand, y: Operand, out: str) -> Tensor:
-    """Contract two operands to the letters `out`; equals einsum of the dense forms."""
-    if isinstance(x.data, OneHot) and isinstance(y.data, OneHot):
-        return _match(x, y, out)
-    if isinstance(x.data, OneHot):
-        return _select(x, y, out)
-    if isinstance(y.data, OneHot):
-        return _select(y, x, out)
-    if set(y.letters) <= set(x.letters):
-        return _elementwise(x, y, out)
-    if set(x.letters) <= set(y.letters):
-        return _elementwise(y, x, out)
-    return _gemm(x, y, out)
-
-
-_SPLIT = 16
-
-
-def _gemm(x: Operand, y: Operand, out: str) -> Tensor:
-    """torch.einsum of two dense operands as one (batched) GEMM on views wherever the axes already lie so.
-
-    A product with few outputs and a very long contraction is split along it: BLAS runs those on one core.
-    """
-    batch = [c for c in x.letters if c in y.letters and c in out]
-    summed = [c for c in x.letters if c in y.letters and c not in out]
-    left, rows = _matrix(x, batch, summed)
-    right, columns = _matrix(y, batch, summed)
-    few = left.shape[0] == 1 and left.shape[1] * right.shape[1] <= 4096
-    if few and left.shape[2] >= 2**15 and left.shape[2] % _SPLIT == 0:
-        left, right = (m.unflatten(2, (_SPLIT, -1)).squeeze(0).transpose(0, 1) for m in (left, right))
-        product = torch.bmm(left, right.transpose(1, 2)).sum(0)
-    else:
-        product = torch.bmm(left, right.transpose(1, 2))
-    sizes = dict(zip(x.letters, x.shape, strict=True)) | dict(zip(y.letters, y.shape, strict=True))
-    letters = [*batch, *rows, *columns]
-    return product.reshape([sizes[c] for c in letters]).permute([letters.index(c) for c in out])
-
-
-def _matrix(operand: Operand, batch: list[str], summed: list[str]) -> tuple[Tensor, list[str]]:
-    """[batch, free, summed] view of an operand and its free letters."""
-    assert isinstance(operand.data, Tensor)
-    free = [c for c in operand.letters if c not in batch and c not in summed]
-    sizes = dict(zip(operand.letters, operand.shape, strict=True))
-    count = [prod(sizes[c] for c in group) for group in (batch, free, summed)]
-    order = operand.letters
-    if summed and free and order.index(summed[0]) < order.index(free[0]):
-        data = operand.data.permute([order.index(c) for c in (*batch, *summed, *free)])
-        return data.reshape(count[0], count[2], count[1]).transpose(1, 2), free
-    data = operand.data.permute([order.index(c) for c in (*batch, *free, *summed)])
-    return data.reshape(count), free
-
-
-def _align(data: Tensor, letters: str, target: str) -> Tensor:
-    """Permute to the order of `target`, with axes of length 1 for its other letters."""
-    data = data.permute([letters.index(c) for c in target if c in letters])
-    for position, c in enumerate(target):
-        if c not in letters:
-            data = data.unsqueeze(position)
-    return data
-
-
-def _elementwise(x: Operand, y: Operand, out: str) -> Tensor:
-    """`y`'s letters lie within `x`'s: multiply and sum, without the copies that a batched GEMM would make."""
-    assert isinstance(x.data, Tensor) and isinstance(y.data, Tensor)
-    summed = [c for c in x.letters if c not in out]
-    if x.letters == y.letters and x.letters.startswith(out) and summed:
-        shape = x.data.shape[: len(out)]
-        rows = (*shape, -1) if x.data.numel() else (*shape, 0)
-        return torch.linalg.vecdot(x.data.reshape(rows), y.data.reshape(rows))
-    product = x.data * _align(y.data, y.letters, x.letters)
-    result = product.sum([x.letters.index(c) for c in summed]) if summed else product
-    remaining = [c for c in x.letters if c in out]
-    return result.permute([remaining.index(c) for c in out])
-
-
-def _match(x: Operand, y: Operand, out: str) -> Tensor:
-    """One-hot x one-hot: 1 where the ids agree.  einsum 'btv,qsv->btqs'."""
-    assert isinstance(x.data, OneHot) and isinstance(y.data, OneHot)
-    left, right = x.letters[:-1], y.letters[:-1]
-    every = left + "".join(c for c in right if c not in left)
-    equal = _align(x.data.ids, left, every) == _align(y.data.ids, right, every)
-    result = equal.to(x.data.dtype)
-    extra = [every.index(c) for c in every if c not in out]
-    result = result.sum(extra) if extra else result
-    remaining = [c for c in every if c in out]
-    return result.permute([remaining.index(c) for c in out])
-
-
-def _select(hot: Operand, other: Operand, out: str) -> Tensor:
-    """One-hot x dense: a gather if the dense operand has the vocabulary axis, else a scatter-add into it."""
-    assert isinstance(hot.data, OneHot) and isinstance(other.data, Tensor)
-    ids, v = hot.data.ids, hot.letters[-1]
-    index = hot.letters[:-1]
-    if v in other.letters:
-        batch = [c for c in index if c in other.letters]
-        rest = [c for c in other.letters if c != v and c not in batch]
-        table = other.data.permute([other.letters.index(c) for c in (*batch, v, *rest)])
-        if batch:
-            # einsum 'btv,bsv->bts': each example gathers from its own table.
-            flat = table.reshape(*table.shape[:2], prod(table.shape[2:]))
-            rows = flat.gather(1, ids.unsqueeze(-1).expand(-1, -1, flat.shape[-1]))
-            letters = index + "".join(rest)
-            picked = rows.reshape(*ids.shape, *table.shape[2:])
-        else:
-            picked = table[ids]
-            letters = index + "".join(rest)
-        extra = [letters.index(c) for c in letters if c not in out]
-        picked = picked.sum(extra) if extra else picked
-        remaining = [c for c in letters if c in out]
-        return picked.permute([remaining.index(c) for c in out])
-    # einsum 'btv,bte->bve' (b may be summed too): rows of the dense operand are added into their vocabulary entry.
-    rest = [c for c in other.letters if c not in index]
-    source = other.data.permute([other.letters.index(c) for c in (*index, *rest)])
-    width = source.shape[len(index) :]
-    size = hot.data.size
-    kept = [c for c in index if c in out]
-    if kept:
-        offset = torch.arange(ids.shape[0], device=ids.device).reshape(-1, *[1] * (ids.ndim - 1))
-        flat_ids, lead = (offset * size + ids).reshape(-1), (ids.shape[0], size)
-    else:
-        flat_ids, lead = ids.reshape(-1), (size,)
-    flat = source.reshape(flat_ids.shape[0], prod(width))
-    total = flat.new_zeros(prod(lead), flat.shape[1]).index_add(0, flat_ids, flat)
-    letters = "".join(kept) + v + "".join(rest)
-    return total.reshape(*lead, *width).permute([letters.index(c) for c in out])

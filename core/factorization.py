@@ -53,13 +53,13 @@ def _bias(g: Tensor) -> Diagonal:
 
 
 def linear(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
-    """y = x W^T + b:  dW = sum_t g_t x_t^T, db = sum_t g_t."""
+    """Y = x W^T + b:  dW = sum_t g_t x_t^T, db = sum_t g_t."""
     a, g = _rows(x), _rows(g)
     return {"weight": Factorized(a, g, (Part("weight", g.shape[-1]),)), "bias": _bias(g)}
 
 
 def transposed_linear(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
-    """y = x W + b (Hugging Face Conv1D): the stored weight is [Ni, No]."""
+    """Y = x W + b (Hugging Face Conv1D): the stored weight is [Ni, No]."""
     leaves = linear(module, x, g)
     weight = leaves["weight"]
     assert isinstance(weight, Factorized)
@@ -95,7 +95,7 @@ def _scale(x: Tensor, g: Tensor, shape: Sequence[int]) -> dict[str, Leaf]:
 
 
 def layer_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
-    """y = (x - mean) / sqrt(var + eps) * w + b over the trailing axes."""
+    """Y = (x - mean) / sqrt(var + eps) * w + b over the trailing axes."""
     assert isinstance(module, nn.LayerNorm)
     axes = list(range(-len(module.normalized_shape), 0))
     x = x.to(wide(x.dtype))
@@ -105,7 +105,7 @@ def layer_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
 
 
 def rms_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
-    """y = x / sqrt(mean(x^2) + eps) * w; `eps=None` is the machine epsilon of the computation dtype (float32 for bf16)."""
+    """Y = x / sqrt(mean(x^2) + eps) * w; eps=None is the machine epsilon of the computation dtype."""
     assert isinstance(module, nn.RMSNorm)
     x = x.to(wide(x.dtype))
     axes = list(range(-len(module.normalized_shape), 0))
@@ -115,7 +115,7 @@ def rms_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
 
 
 def scaled_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
-    """y = norm(x) * w or norm(x) * (1 + w), for norms that models define themselves.
+    """Y = norm(x) * w or norm(x) * (1 + w), for norms that models define themselves.
 
     norm(x) is the module's own output at w = 1 less that at w = 0 (zero, or norm(x) itself for 1 + w, as in Gemma; the
     difference is exact), so its epsilon, casts and order of operations are reproduced whatever they are.

@@ -17,7 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attrax.core.algebra import wide
-from attrax.core.contract import CPU, Hardware, Operand, Plan, Route, execute, plan_contraction, problem
+from attrax.core.contract import CPU, Hardware, Plan, Route, plan_contraction, problem
+from attrax.core.execute import execute
+from attrax.core.kernels import Operand
 from attrax.core.leaves import Leaf, Materialized, Sum, batch_size, dtype_of
 from attrax.core.terms import Term, rename, terms
 from attrax.core.tree import GradTree

@@ -5,7 +5,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attrax.core.algebra import wide
-from attrax.core.contract import CPU, Hardware, Operand, execute, plan_contraction, problem
+from attrax.core.contract import CPU, Hardware, plan_contraction, problem
+from attrax.core.execute import execute
+from attrax.core.kernels import Operand
 from attrax.core.leaves import Factorized, Leaf, Lookup, Materialized, Sum, batch_size, dtype_of
 from attrax.core.terms import terms
 from attrax.core.tree import GradTree

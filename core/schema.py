@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -97,13 +98,13 @@ class Packed:
     Attributes:
         form: What is not an array.
         arrays: In the order of ``form.arrays``, [R, ...] each.
-        counts: Rows of each example [B]; ones for Materialized and Sum.
+        offsets: Rows of example b are ``offsets[b] : offsets[b + 1]`` [B + 1]; one a row for Materialized and Sum.
         uses: The packed uses of a Sum.
     """
 
     form: Form
     arrays: tuple[Tensor, ...]
-    counts: Int[Tensor, " B"]
+    offsets: Int[Tensor, " ends"]
     uses: tuple["Packed", ...] = ()
 
 
@@ -185,11 +186,11 @@ def pack(leaf: Leaf) -> Packed:
     >>> from attrax.core import diagonal
     >>> g = torch.tensor([[[1.0], [0.0], [2.0]], [[3.0], [0.0], [0.0]]])
     >>> packed = pack(diagonal("b", torch.ones(2, 3, 1), g))
-    >>> packed.arrays[1].flatten(), packed.counts
-    (tensor([1., 0., 2., 3.]), tensor([3, 1]))
+    >>> packed.arrays[1].flatten(), packed.offsets
+    (tensor([1., 0., 2., 3.]), tensor([0, 3, 4]))
     """
     form = form_of(leaf)
-    single = torch.ones(batch_size(leaf), dtype=torch.int64)
+    single = torch.arange(batch_size(leaf) + 1)
     match leaf:
         case Sum():
             return Packed(form, (), single, tuple(pack(use) for use in leaf.uses))
@@ -197,7 +198,16 @@ def pack(leaf: Leaf) -> Packed:
             return Packed(form, (leaf.w.clone(),), single)
         case _:
             keep, counts = _used_rows(leaf.g, leaf.calls)
-            return Packed(form, tuple(getattr(leaf, a.name)[keep] for a in form.arrays), counts)
+            return Packed(form, tuple(getattr(leaf, a.name)[keep] for a in form.arrays), offsets_of(counts))
+
+
+def offsets_of(counts: Int[Tensor, " n"]) -> Int[Tensor, " ends"]:
+    """Where consecutive ranges begin, and where the last one ends.
+
+    >>> offsets_of(torch.tensor([2, 0, 3]))
+    tensor([0, 2, 2, 5])
+    """
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _used_rows(g: Tensor, calls: int) -> tuple[Tensor, Tensor]:
@@ -222,7 +232,7 @@ def unpack(packed: Packed) -> Leaf:
     """
     form, rows = packed.form, {}
     for array, x in zip(form.arrays, packed.arrays, strict=True):
-        rows[array.name] = x if form.kind == "Materialized" else _padded(x, packed.counts, form.calls)
+        rows[array.name] = x if form.kind == "Materialized" else _padded(x, packed.offsets.diff(), form.calls)
     match form.kind:
         case "Sum":
             return Sum(tuple(unpack(use) for use in packed.uses), form.parts, form.basis)
@@ -248,21 +258,21 @@ def _padded(x: Tensor, counts: Tensor, calls: int) -> Tensor:
     return out
 
 
-def take_packed(packed: Packed, index: Int[Tensor, " n"]) -> Packed:
-    """Some examples of packed rows; without a copy where they are neighbors.
+def take_packed(packed: Packed, index: Int[Tensor, " n"] | slice) -> Packed:
+    """Some examples of packed rows; a slice with both ends is taken without a copy.
 
     >>> from attrax.core import materialized
     >>> take_packed(pack(materialized("b", torch.arange(4.0))), torch.tensor([2, 0])).arrays[0]
     tensor([2., 0.])
     """
-    counts = packed.counts[index]
     uses = tuple(take_packed(use, index) for use in packed.uses)
-    starts = packed.counts.cumsum(0)[index] - counts
-    if len(index) and bool((index[1:] == index[:-1] + 1).all()):
-        first, total = int(starts[0]), int(counts.sum())
-        return Packed(packed.form, tuple(x[first : first + total] for x in packed.arrays), counts, uses)
-    rows = ranges(starts, counts)
-    return Packed(packed.form, tuple(x[rows] for x in packed.arrays), counts, uses)
+    if isinstance(index, slice):
+        offsets = packed.offsets[index.start : index.stop + 1]
+        rows = slice(int(offsets[0]), int(offsets[-1]))
+        return Packed(packed.form, tuple(x[rows] for x in packed.arrays), offsets - offsets[0], uses)
+    starts, counts = packed.offsets[index], packed.offsets.diff()[index]
+    places = ranges(starts, counts)
+    return Packed(packed.form, tuple(x[places] for x in packed.arrays), offsets_of(counts), uses)
 
 
 def ranges(starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]) -> Int[Tensor, " total"]:
@@ -271,8 +281,9 @@ def ranges(starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]) -> Int[Tensor, 
     >>> ranges(torch.tensor([5, 0]), torch.tensor([2, 3]))
     tensor([5, 6, 0, 1, 2])
     """
-    shift = starts - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
+    begin, count = starts.numpy(), counts.numpy()
+    shift = begin - (count.cumsum() - count)
+    return torch.from_numpy(np.arange(count.sum()) + np.repeat(shift, count))
 
 
 def concat_packed(pieces: Sequence[Packed]) -> Packed:
@@ -282,12 +293,12 @@ def concat_packed(pieces: Sequence[Packed]) -> Packed:
         return first
     arrays = tuple(torch.cat(same) for same in zip(*(p.arrays for p in pieces), strict=True))
     uses = tuple(concat_packed(same) for same in zip(*(p.uses for p in pieces), strict=True))
-    return Packed(first.form, arrays, torch.cat([p.counts for p in pieces]), uses)
+    return Packed(first.form, arrays, offsets_of(torch.cat([p.offsets.diff() for p in pieces])), uses)
 
 
 def packed_bytes(packed: Packed) -> int:
-    """Bytes of the arrays, row counts included."""
-    own = sum(x.numel() * x.element_size() for x in (*packed.arrays, packed.counts))
+    """Bytes of the arrays, offsets included."""
+    own = sum(x.numel() * x.element_size() for x in (*packed.arrays, packed.offsets))
     return own + sum(packed_bytes(use) for use in packed.uses)
 
 
@@ -323,7 +334,9 @@ def form_from_json(value: Mapping[str, Any]) -> Form:
 
 def _part(value: Mapping[str, Any]) -> Part:
     part = Part(**{n: tuple(map(int, v)) if isinstance(v, list | tuple) else v for n, v in value.items()})
-    if not (isinstance(part.weight, str) and isinstance(part.bias, str | None) and isinstance(part.width, int)):
+    if not (
+        isinstance(part.weight, str) and isinstance(part.bias, str | None) and isinstance(part.width, int)
+    ):
         raise TypeError(f"parts of a leaf have names and widths, not {value}")
     return part
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core.contract import OneHot, Operand
+from attrax.core.kernels import OneHot, Operand
 from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Sum
 
 Term: TypeAlias = tuple[Operand, ...]

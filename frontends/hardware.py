@@ -8,7 +8,9 @@ import torch
 from attrax.core import Hardware
 
 
-def measure_hardware(device: str | torch.device = "cpu", *, memory: int = 2**30, size: int = 1024) -> Hardware:
+def measure_hardware(
+    device: str | torch.device = "cpu", *, memory: int = 2**30, size: int = 1024
+) -> Hardware:
     """Time a few GEMMs and copies: under a second on a CPU.
 
     Args:

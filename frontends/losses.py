@@ -4,9 +4,9 @@ A loss may offer two more things: ``tokens(batch) -> [B]``, the number of terms 
 same loss with labels drawn from the model (sampled Fisher).  Any plain function will do where they are not needed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,7 @@ from attrax.core.random import stream_key, uniform
 IGNORE = -100
 
 
-class Loss(Protocol):
-    """Per-example summed loss."""
-
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], /) -> Float[Tensor, " B"]:
-        """Sum of each example's loss terms."""
-        ...
+Loss: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
 def shifted(labels: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

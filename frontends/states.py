@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import torch
@@ -16,13 +16,6 @@ from torch import Tensor
 from attrax.core import Eigenbasis, Part, Projection
 
 SCHEMA = "attrax-curvature-1"
-
-
-class Fitted(Protocol):
-    """The fields of a fitted curvature (`attrax.methods.Curvature`)."""
-
-    bases: Any
-    eigenvalues: Any
 
 
 def save_state(state: Any, path: str | os.PathLike[str]) -> None:
@@ -87,7 +80,9 @@ def load_state(path: str | os.PathLike[str], make: Any, *, device: str | torch.d
         for index in sorted(groups, key=int):
             group = groups[index]
             name = str(group.attrs["name"])
-            parts = tuple(Part(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(str(group.attrs["parts"])))
+            parts = tuple(
+                Part(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(str(group.attrs["parts"]))
+            )
             ug = tuple(_read(group, f"ug{k}", device) for k in range(len(parts)))
             lg = tuple(_needed(group, f"lg{k}", device) for k in range(len(parts)))
             la, positions = _needed(group, "la", device), _needed(group, "positions", device)
