@@ -280,7 +280,7 @@ def _price(p: Problem, tree: Tree, hardware: Hardware) -> Plan | None:
     while True:
         sizes = full | {"b": tb, "q": tq}
         peak = _peak(nodes, sizes) * p.itemsize
-        if peak <= hardware.memory or tb == tq == 1:
+        if peak <= hardware.memory or max(tb, tq) <= 1:
             break
         tb, tq = (ceil(tb / 2), tq) if tb > 1 else (tb, ceil(tq / 2))
     nb, nq = ceil(full.get("b", 1) / max(tb, 1)), ceil(full.get("q", 1) / max(tq, 1))

@@ -41,7 +41,7 @@ class KroneckerSums:
     """
 
     a: Float[Tensor, "*Ni"]
-    g: tuple[Float[Tensor, "*No"], ...]
+    g: tuple[Float[Tensor, "..."], ...]
     rows: Tensor
     examples: Tensor
     parts: tuple[Part, ...]
@@ -63,7 +63,7 @@ class Eigenbasis:
     ua: Tensor | None
     ug: tuple[Tensor | None, ...]
     la: Float[Tensor, " Ni"]
-    lg: tuple[Float[Tensor, " No"], ...]
+    lg: tuple[Float[Tensor, " _"], ...]
     positions: Tensor
     parts: tuple[Part, ...]
 
