@@ -4,11 +4,13 @@ Opening the arrays of a shard costs more than reading a few rows of them, so con
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from attrax.core import Examples, Leaf, concat, materialize_leaf, take
@@ -87,36 +89,61 @@ def _load(folder: Path, shards: Sequence[ShardInfo], rows: Rows) -> dict[int, Lo
     return {s: read_rows(folder, shards[s], positions(s)) for s in np.unique(rows.shard).tolist()}
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Piece:
+    """The rows of a block that one shard holds.
+
+    Attributes:
+        read: What was read of the shard.
+        row: Their positions in the shard.
+        place: Their places in `read`; a slice if these are neighbors.
+        here: Their places in the block.
+        block: Their blocks in the shard.
+    """
+
+    read: Loaded
+    row: Int[Tensor, " n"]
+    place: Int[Tensor, " n"] | slice
+    here: Int[Tensor, " n"]
+    block: Int[Tensor, " n"]
+
+
+def _piece(read: Loaded, rows: Rows, shard: int) -> _Piece:
+    here = np.flatnonzero(rows.shard == shard)
+    row = rows.row[here]
+    place = np.searchsorted(read.rows.numpy(), row)
+    neighbors = bool((np.diff(place) == 1).all())
+    where = slice(int(place[0]), int(place[-1]) + 1) if neighbors else torch.from_numpy(place)
+    return _Piece(
+        read, torch.from_numpy(row), where, torch.from_numpy(here), torch.from_numpy(rows.block[here])
+    )
+
+
 def _cut(
     shards: Sequence[ShardInfo], loaded: Mapping[int, Loaded], rows: Rows, built: frozenset[str]
 ) -> Gathered:
     first = shards[rows.shard[0]]
     names = [first.leaves[number][0] for number in first.signatures[first.kinds[rows.block[0]]]]
-    places = [
-        (loaded[s], torch.from_numpy(np.flatnonzero(rows.shard == s))) for s in np.unique(rows.shard).tolist()
-    ]
-    row, block = torch.from_numpy(rows.row), torch.from_numpy(rows.block)
-    leaves = ((name, _leaf(name, places, row, name in built)) for name in names)
-    return _examples(shards, rows, places, row, block), leaves
+    pieces = [_piece(loaded[s], rows, s) for s in np.unique(rows.shard).tolist()]
+    return _examples(shards, rows, pieces), (
+        (name, _leaf(name, pieces, len(rows), name in built)) for name in names
+    )
 
 
-def _examples(
-    shards: Sequence[ShardInfo],
-    rows: Rows,
-    places: Sequence[tuple[Loaded, Tensor]],
-    row: Tensor,
-    block: Tensor,
-) -> Examples:
-    N = len(rows)
-    weight, tokens = torch.empty(N, dtype=torch.float64), torch.empty(N, dtype=torch.int64)
-    bits, known = torch.empty(N, dtype=torch.int64), torch.empty(N, dtype=torch.int64)
-    for read, here in places:
-        place = torch.searchsorted(read.rows, row[here])
-        weight[here], tokens[here] = read.weight[place], read.tokens[place]
-        bits[here], known[here] = read.weight_bits[block[here]], read.has_tokens[block[here]]
+def _examples(shards: Sequence[ShardInfo], rows: Rows, pieces: Sequence[_Piece]) -> Examples:
+    def column(values: Sequence[Tensor]) -> Tensor:
+        out = torch.empty(len(rows), dtype=values[0].dtype)
+        for piece, value in zip(pieces, values, strict=True):
+            out[piece.here] = value
+        return out
+
+    weight, tokens = (column([getattr(p.read, n)[p.place] for p in pieces]) for n in ("weight", "tokens"))
+    bits, known = (
+        column([getattr(p.read, n)[p.block] for p in pieces]) for n in ("weight_bits", "has_tokens")
+    )
     first, b = shards[rows.shard[0]], rows.block[0]
     return Examples(
-        tuple(shards[s].ids[r] for s, r in zip(rows.shard, rows.row, strict=True)),
+        tuple(shards[s].ids[r] for s, r in zip(rows.shard.tolist(), rows.row.tolist(), strict=True)),
         first.steps[b],
         first.micros[b],
         weight.to(torch.float64 if bool((bits > 32).any()) else torch.float32) if bool(bits.all()) else None,
@@ -126,18 +153,24 @@ def _examples(
     )
 
 
-def _leaf(name: str, places: Sequence[tuple[Loaded, Tensor]], row: Tensor, build: bool) -> Leaf:
-    """One leaf of a block, from the pieces that its shards hold in one form or another."""
-    pieces: dict[Form, list[Packed]] = {}
+def _leaf(name: str, pieces: Sequence[_Piece], rows: int, build: bool) -> Leaf:
+    """One leaf of a block, from what its shards hold in one form or another."""
+    found: dict[Form, list[Packed]] = {}
     targets: dict[Form, list[Tensor]] = {}
-    for read, here in places:
-        for positions, packed in read.leaves.get(name, ()):
-            place = torch.searchsorted(positions, row[here]).clamp_max(len(positions) - 1)
-            has = positions[place] == row[here]
-            pieces.setdefault(packed.form, []).append(take_packed(packed, place[has]))
-            targets.setdefault(packed.form, []).append(here[has])
-    leaves = [unpack(concat_packed(same)) for same in pieces.values()]
+    for piece in pieces:
+        for positions, packed in piece.read.leaves.get(name, ()):
+            place, here = piece.place, piece.here
+            if len(positions) != len(piece.read.rows):
+                at = torch.searchsorted(positions, piece.row).clamp_max(len(positions) - 1)
+                has = positions[at] == piece.row
+                place, here = at[has], here[has]
+            found.setdefault(packed.form, []).append(take_packed(packed, place))
+            targets.setdefault(packed.form, []).append(here)
+    order = [here for same in targets.values() for here in same]
+    if sum(map(len, order)) != rows:
+        raise ValueError(
+            f"open_store: leaf '{name}' is recorded for {sum(map(len, order))} of {rows} examples."
+        )
+    leaves = [unpack(concat_packed(same)) for same in found.values()]
     leaf = concat([materialize_leaf(leaf) for leaf in leaves] if build else leaves)
-    order = torch.cat([here for same in targets.values() for here in same])
-    in_order = bool((order == torch.arange(len(order))).all())
-    return leaf if in_order else take(leaf, order.argsort())
+    return leaf if len(order) == 1 else take(leaf, torch.cat(order).argsort())

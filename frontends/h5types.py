@@ -17,9 +17,9 @@ from h5py import h5d, h5p, h5s, h5t, h5z  # pyright: ignore[reportAttributeAcces
 from jaxtyping import Int
 from torch import Tensor
 
-from attrax.core.schema import ranges
+from attrax.core.schema import offsets_of, ranges
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**18
 GAP_BYTES = 2**16
 
 Node = TypeVar("Node", h5py.Group, h5py.Dataset)
@@ -47,10 +47,10 @@ TYPES: Mapping[torch.dtype, h5t.TypeID] = {
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Chunks of whole rows of at most 1 MiB, about equally filled; a wider row is cut.
+    """Chunks of whole rows of at most 256 KiB, about equally filled; a wider row is cut.
 
     >>> chunk_shape((20_000, 64), 4), chunk_shape((3, 4096, 4096), 4)
-    ((4000, 64), (1, 64, 4096))
+    ((1000, 64), (1, 16, 4096))
     """
     chunk = [max(1, n) for n in shape]
     for axis in range(len(chunk)):
@@ -80,16 +80,11 @@ def write_array(group: h5py.Group, name: str, x: Tensor) -> None:
         dataset.write(h5s.ALL, h5s.ALL, _numpy(x), mtype=kind)
 
 
-def write_offsets(group: h5py.Group, counts: Int[Tensor, " n"]) -> None:
-    """Write the ends of consecutive ranges, with a leading 0, as `offsets`."""
-    write_array(group, "offsets", torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
-
-
 def write_strings(group: h5py.Group, strings: Sequence[str]) -> None:
     """Write strings as utf8 [bytes] and offsets [n + 1]."""
     encoded = [s.encode() for s in strings]
     write_array(group, "utf8", torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy()))
-    write_offsets(group, torch.tensor([len(e) for e in encoded], dtype=torch.int64))
+    write_array(group, "offsets", offsets_of(torch.tensor([len(e) for e in encoded], dtype=torch.int64)))
 
 
 def write_text(owner: h5py.Group, name: str, value: str) -> None:
@@ -160,7 +155,10 @@ def _read_slab(dataset: h5py.Dataset, dtype: torch.dtype, start: int, stop: int)
         file_space = dataset.id.get_space()
         file_space.select_hyperslab((start, *[0] * (out.ndim - 1)), tuple(out.shape))
         kind = dataset.id.get_type()
-        dataset.id.read(h5s.create_simple(tuple(out.shape)), file_space, _numpy(out), mtype=kind)
+        try:
+            dataset.id.read(h5s.create_simple(tuple(out.shape)), file_space, _numpy(out), mtype=kind)
+        except OSError as error:
+            raise OSError(f"the checksum of '{dataset.name}' does not fit its data ({error})") from error
     return out
 
 

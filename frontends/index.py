@@ -6,7 +6,7 @@ date is read from the shards, which are complete in themselves, and the index is
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def _info(entry: Mapping[str, Any]) -> ShardInfo:
             raise TypeError(name)
         return tuple(entry[name])
 
-    def leaf(value: tuple[str, Mapping[str, Any]]) -> tuple[str, Form]:
+    def leaf(value: Sequence[Any]) -> tuple[str, Form]:
         name, form = value
         return str(name), form_from_json(form)
 

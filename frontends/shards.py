@@ -26,6 +26,7 @@ from attrax.core.schema import (
     ShardInfo,
     concat_packed,
     form_from_json,
+    offsets_of,
 )
 from attrax.frontends.h5types import (
     child,
@@ -37,7 +38,6 @@ from attrax.frontends.h5types import (
     read_strings,
     read_text,
     write_array,
-    write_offsets,
     write_strings,
     write_text,
 )
@@ -102,7 +102,9 @@ def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
     group = file.create_group("signatures")
     flat = [numbers[key] for keys in signatures for key in keys]
     write_array(group, "leaf", torch.tensor(flat, dtype=torch.int64))
-    write_offsets(group, torch.tensor([len(keys) for keys in signatures], dtype=torch.int64))
+    write_array(
+        group, "offsets", offsets_of(torch.tensor([len(keys) for keys in signatures], dtype=torch.int64))
+    )
     leaves = file.create_group("leaves")
     for (name, form), number in numbers.items():
         leaf = leaves.create_group(str(number))
@@ -115,7 +117,7 @@ def _write_packed(group: h5py.Group, packed: Packed) -> None:
     for described, x in zip(packed.form.arrays, packed.arrays, strict=True):
         write_array(group, described.name, x)
     if packed.form.kind not in ("Materialized", "Sum"):
-        write_offsets(group, packed.counts)
+        write_array(group, "offsets", packed.offsets)
     for number, use in enumerate(packed.uses):
         _write_packed(group.create_group(f"uses/{number}"), use)
 
@@ -219,6 +221,9 @@ def check_info(info: ShardInfo) -> None:
         raise ValueError(f"it has {len(info.ids)} ids, its blocks have {sum(info.sizes)} examples")
     if any(not 0 <= k < S for k in info.kinds) or any(not 0 <= n < L for s in info.signatures for n in s):
         raise ValueError("its blocks name leaves that it does not have")
+    names = [[info.leaves[n][0] for n in signature] for signature in info.signatures]
+    if any(len(set(group)) != len(group) for group in names):
+        raise ValueError("a block names a leaf twice")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -239,7 +244,7 @@ class Loaded:
     tokens: Int[Tensor, " n"]
     weight_bits: Int[Tensor, " K"]
     has_tokens: Int[Tensor, " K"]
-    leaves: Mapping[str, Sequence[tuple[Int[Tensor, " m"], Packed]]]
+    leaves: Mapping[str, Sequence[tuple[Int[Tensor, " _"], Packed]]]
 
 
 def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
@@ -263,6 +268,7 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
             ones = torch.ones_like(rows)
             blocks = child(file, "blocks")
             weight, tokens = (read_ranges(file, name, rows, ones) for name in ("weight", "tokens"))
+            leaf_groups = child(file, "leaves")
             bits, known = (read_array(blocks, name) for name in ("weight_bits", "has_tokens"))
             if not len(bits) == len(known) == len(info.sizes):
                 raise ValueError("the lists of blocks have different lengths")
@@ -271,13 +277,13 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
         for number, (name, form) in enumerate(info.leaves):
             owners = torch.tensor([number in signature for signature in info.signatures])[kind_of_row]
             place = owners.cumsum(0) - 1
-            has = owners[rows]
-            if not bool(has.any()):
-                continue
-            with _explained(info.name, f"leaf '{name}' (leaves/{number})"):
-                group = child(file, "leaves", str(number))
-                packed = _read_packed(group, form, place[rows[has]], int(owners.sum()))
-                leaves[name].append((rows[has], packed))
+            having = rows[owners[rows]]
+            if len(having):
+                with _explained(info.name, f"leaf '{name}' (leaves/{number})"):
+                    packed = _read_packed(
+                        child(leaf_groups, str(number)), form, place[having], int(owners.sum())
+                    )
+                    leaves[name].append((having, packed))
     return Loaded(rows, weight, tokens, bits, known, leaves)
 
 
@@ -296,7 +302,7 @@ def _read_packed(group: h5py.Group, form: Form, index: Int[Tensor, " n"], exampl
     uses = tuple(
         _read_packed(child(group, "uses", str(n)), u, index, examples) for n, u in enumerate(form.uses)
     )
-    return Packed(form, arrays, counts, uses)
+    return Packed(form, arrays, offsets_of(counts), uses)
 
 
 def _read_rows(

@@ -44,7 +44,7 @@ class Options:
     """What a sink does with a block; see `store`."""
 
     shard_bytes: int
-    shard_examples: float
+    shard_examples: int | float
     dtype: torch.dtype | None
     keep_factored: KeepFactored
     columns: Columns | None

@@ -172,8 +172,7 @@ class Store:
 
     def missing(self, expected_ids: Iterable[str]) -> tuple[str, ...]:
         """Those of the expected ids that have no row, in their order: nothing is ever filled in."""
-        present = set(self.ids)
-        return tuple(i for i in expected_ids if i not in present)
+        return tuple(i for i in expected_ids if i not in self._places)
 
     def refresh(self) -> "Store":
         """The store with the shards finished since; cuts by `select` and `at` are undone."""
@@ -203,11 +202,7 @@ class Store:
             ValueError: If the examples are of several steps, parameters or leaf selections, or a shard is damaged.
         """
         self._refuse_absent("ids", self.missing(ids))
-        rows_of: dict[str, list[int]] = {i: [] for i in ids}
-        for n, i in enumerate(self.ids):
-            if i in rows_of:
-                rows_of[i].append(n)
-        rows = self.rows.take(np.array([n for i in ids for n in rows_of[i]], np.int64))
+        rows = self.rows.take(np.array([n for i in ids for n in self._places[i]], np.int64))
         self._refuse_contested(rows)
         if len(np.unique(rows.section)) != 1:
             raise ValueError(
@@ -253,6 +248,14 @@ class Store:
         if self.rows.contested.any():
             lines.append("the runs hold the same examples at different parameters: open one with run=")
         return "\n".join(lines)
+
+    @cached_property
+    def _places(self) -> dict[str, list[int]]:
+        """Rows of each id."""
+        found: dict[str, list[int]] = {}
+        for n, i in enumerate(self.ids):
+            found.setdefault(i, []).append(n)
+        return found
 
     def _built(self) -> frozenset[str]:
         """Leaves recorded both as rows and as gradients; they are always read as gradients, so that blocks agree."""

@@ -1,0 +1,523 @@
+"""What goes into a store comes out: every kind of leaf, every dtype, every id, and the same scores."""
+
+import math
+import time
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from attrax.core import (
+    Block,
+    Blocks,
+    Diagonal,
+    Examples,
+    Factorized,
+    GradTree,
+    Materialized,
+    Part,
+    Source,
+    Sum,
+    collect,
+    diagonal,
+    factorized,
+    fold,
+    lookup,
+    materialize_leaf,
+    materialized,
+    take,
+    token_scores,
+)
+from attrax.core.kronecker import kronecker_sums, merge
+from attrax.frontends.store import open_store, store
+from attrax.methods import ekfac, gradcos, graddot, self_influence, tracin
+from attrax.methods.tracin import Stepped
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SPECIAL = torch.tensor([1.0, -0.0, 3.0e38, 1e-39, math.inf, math.nan, 1 / 3, 65536.0]).bfloat16()
+LENGTHS = (5, 3, 0, 4)
+
+
+def rows(rng, width, dtype=torch.float64, lengths=LENGTHS, padding=7):
+    """Factors [B, padding, width] whose rows beyond each example's length are zero."""
+    x = torch.randn(len(lengths), padding, width, generator=rng).to(dtype)
+    for example, length in zip(x, lengths, strict=True):
+        example[length:] = 0
+    return x
+
+
+def every_kind(rng, dtype=torch.float64):
+    """One leaf of every kind, four examples each."""
+    ids = torch.randint(0, 9, (4, 7), generator=rng) * (rows(rng, 1, lengths=LENGTHS)[..., 0] != 0)
+    both = (Part("q.weight", 2, "q.bias"), Part("k.weight", 3, "k.bias", transposed=True, head=True))
+    head = factorized("wte.weight", rows(rng, 3, dtype), rows(rng, 9, dtype))
+    return {
+        "fc.weight": factorized("fc.weight", rows(rng, 4, dtype), rows(rng, 5, dtype), bias="fc.bias"),
+        "q.weight": Factorized(rows(rng, 4, dtype), rows(rng, 5, dtype), both, True, 1, "rotated"),
+        "wpe.weight": lookup("wpe.weight", ids, rows(rng, 3, dtype), rows=9),
+        "ln.weight": diagonal("ln.weight", rows(rng, 6, dtype), rows(rng, 6, dtype)),
+        "ln.bias": diagonal("ln.bias", (rows(rng, 6)[..., :1] != 0).to(dtype), rows(rng, 6, dtype)),
+        "conv.weight": materialized("conv.weight", torch.randn(4, 2, 3, 2, generator=rng).to(dtype)),
+        "temperature": materialized("temperature", torch.randn(4, generator=rng).to(dtype)),
+        "wte.weight": Sum((lookup("wte.weight", ids, rows(rng, 3, dtype), rows=9), head), head.parts),
+    }
+
+
+def make(leaves, ids="wxyz", **examples):
+    return Block(GradTree(leaves), Examples(tuple(ids), **examples))
+
+
+def bits(x):
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def assert_same(found, expected):
+    """Equal values and fields, bit by bit, but for rows of padding."""
+    (xs, spec), (ys, expected_spec) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    assert spec == expected_spec
+    for x, y in zip(xs, ys, strict=True):
+        padded = y[:, : x.shape[1]] if x.shape != y.shape else y
+        assert x.dtype == y.dtype and torch.equal(bits(x), bits(padded))
+        assert not y.numel() or y.numel() == padded.numel() or not y[:, x.shape[1] :].any()
+
+
+def write(path, *blocks, **options):
+    with store(path, **options) as sink:
+        for block in blocks:
+            sink(block)
+    return open_store(path)
+
+
+def read(source):
+    return [
+        Block(GradTree(leaves), examples)
+        for examples, leaves in source.map(lambda name, leaf, examples: leaf)
+    ]
+
+
+def random_blocks(rng, sizes=(3, 2, 4), steps=None, dtype=torch.float64):
+    """Blocks of two layers with token counts and weights, named in order."""
+    first = np.cumsum([0, *sizes])
+    blocks = []
+    for k, size in enumerate(sizes):
+        lengths = [1 + (3 * k + b) % 6 for b in range(size)]
+        leaves = {
+            "fc.weight": factorized("fc.weight", rows(rng, 4, dtype, lengths), rows(rng, 3, dtype, lengths)),
+            "ln.weight": diagonal("ln.weight", rows(rng, 3, dtype, lengths), rows(rng, 3, dtype, lengths)),
+        }
+        weight = torch.rand(size, generator=rng, dtype=torch.float64) + 0.5
+        step = 0 if steps is None else steps[k]
+        ids = [f"e{n}" for n in range(first[k], first[k] + size)]
+        about = {"weight": weight, "tokens": torch.tensor(lengths), "fingerprint": f"at {step}", "step": step}
+        blocks.append(make(leaves, ids, learning_rate=0.1 * (step + 1), **about))
+    return blocks
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_kind_comes_back_bit_by_bit(tmp_path, rng, dtype):
+    block = make(every_kind(rng, dtype))
+    (found,) = read(write(tmp_path, block, keep_factored=True))
+    assert list(found.grads) == list(block.grads)
+    for name, leaf in block.grads.items():
+        assert_same(found.grads[name], leaf)
+
+
+def test_special_values_of_bfloat16_keep_their_bits(tmp_path):
+    open_ = write(tmp_path, make({"w": materialized("w", SPECIAL.reshape(1, 8))}, "x"))
+    assert torch.equal(
+        open_.block(["x"]).grads["w"].w.view(torch.int16), SPECIAL.reshape(1, 8).view(torch.int16)
+    )
+    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+        plain = file["leaves/0/w"][0]
+    assert plain.dtype == np.float32 and math.copysign(1, plain[1]) == -1
+    assert np.array_equal(plain, SPECIAL.float().numpy(), equal_nan=True)
+
+
+def test_several_calls_are_trimmed_call_by_call(tmp_path, rng):
+    a, g = rows(rng, 3, lengths=(2, 1), padding=4), rows(rng, 2, lengths=(2, 1), padding=4)
+    twice = Factorized(torch.cat([a, 2 * a], 1), torch.cat([g, 3 * g], 1), (Part("w", 2),), calls=2)
+    short = Factorized(torch.cat([a, a[:, :3]], 1), torch.cat([g, g[:, :3]], 1), (Part("v", 2),), calls=2)
+    found = write(tmp_path, make({"w": twice, "v": short}, "xy"), keep_factored=True).block("xy").grads
+    assert found["w"].calls == 2 and found["w"].a.shape == (2, 4, 3)
+    query = GradTree({"w": materialized("w", torch.randn(1, 2, 3, generator=rng, dtype=torch.float64))})
+    whole = token_scores(GradTree({"w": twice}), query)
+    assert torch.allclose(token_scores(GradTree({"w": found["w"]}), query), whole[:, :2])
+    assert torch.allclose(materialize_leaf(found["v"]).w, materialize_leaf(short).w)
+
+
+def test_the_smaller_form_is_stored_unless_rows_are_asked_for(tmp_path, rng):
+    long = factorized("long", rows(rng, 3), rows(rng, 3))
+    short = factorized("short", rows(rng, 30), rows(rng, 30))
+    block = make({"long": long, "short": short, "ln": diagonal("ln", rows(rng, 3), rows(rng, 3))})
+    compact = write(tmp_path / "a", block).block("wxyz").grads
+    assert [type(leaf) for leaf in compact.values()] == [Materialized, Factorized, Materialized]
+    chosen = write(tmp_path / "b", block, keep_factored=lambda name, leaf: name == "long").block("wxyz").grads
+    assert [type(leaf) for leaf in chosen.values()] == [Factorized, Factorized, Materialized]
+    for name, leaf in block.grads.items():
+        assert torch.equal(materialize_leaf(compact[name]).w, materialize_leaf(leaf).w)
+
+
+def test_padding_does_not_decide_the_form(tmp_path, rng):
+    narrow = factorized("w", rows(rng, 8, padding=500), rows(rng, 8, padding=500))
+    assert isinstance(
+        write(tmp_path, make({"w": narrow}), keep_factored=True).block("w").grads["w"], Factorized
+    )
+    two = factorized(
+        "w", rows(rng, 8, lengths=(2, 1), padding=500), rows(rng, 8, lengths=(2, 1), padding=500)
+    )
+    assert isinstance(write(tmp_path / "two", make({"w": two}, "ab")).block("ab").grads["w"], Factorized)
+
+
+def test_a_leaf_recorded_in_two_forms_is_read_in_one(tmp_path, rng):
+    blocks = [
+        make({"w": factorized("w", rows(rng, 4, lengths=n), rows(rng, 4, lengths=n))}, ids)
+        for ids, n in (("ab", (1, 1)), ("cd", (6, 5)), ("e", (1,)))
+    ]
+    open_ = write(tmp_path, *blocks)
+    assert {form.kind for form in open_.leaves["w"]} == {"Factorized", "Materialized"}
+    assert {type(block.grads["w"]) for block in read(open_)} == {Materialized}
+    joined = collect(open_)
+    assert joined.examples.ids == tuple("abcde")
+    expected = torch.cat([materialize_leaf(block.grads["w"]).w for block in blocks])
+    for found in (joined, *read(open_store(tmp_path, block_examples=9)), open_.block("abcde")):
+        assert torch.equal(found.grads["w"].w, expected)
+    assert torch.equal(open_.block("eca").grads["w"].w, expected[[4, 2, 0]])
+
+
+def test_what_is_known_of_the_examples(tmp_path):
+    leaf = materialized("w", torch.ones(2, 3))
+    weight, tokens = torch.tensor([0.1, 1 / 3]), torch.tensor([3, 0])
+    known = make(
+        {"w": leaf}, "ab", step=7, micro=2, weight=weight, tokens=tokens, fingerprint="äf", learning_rate=0.1
+    )
+    single = make({"w": leaf}, "cd", weight=weight.double(), learning_rate=0.0)
+    unknown = make({"w": leaf}, "ef")
+    found = [block.examples for block in read(write(tmp_path, known, single, unknown))]
+    assert torch.equal(found[0].weight, weight) and torch.equal(found[1].weight, weight.double())
+    assert found[0].weight.dtype == torch.float32 and found[1].weight.dtype == torch.float64
+    assert torch.equal(found[0].tokens, tokens) and found[1].tokens is None
+    assert (found[2].weight, found[2].tokens, found[2].learning_rate) == (None, None, None)
+    about = [(e.ids, e.step, e.micro, e.fingerprint, e.learning_rate) for e in found]
+    assert about == [(("a", "b"), 7, 2, "äf", 0.1), (("c", "d"), 0, 0, "", 0.0), (("e", "f"), 0, 0, "", None)]
+
+
+def test_ids_and_names_are_text(tmp_path):
+    ids = [*np.array(["a", "doc-0012", "Zürich", "文書", ""]).tolist(), "nul\0", "x" * 5000]
+    names = ["h.0/attn.c_proj", "h.0.attn/c_proj", "/", "..", "../../etc/passwd"]
+    ones = {name: materialized(name, torch.ones(len(ids), 2)) for name in names}
+    open_ = write(tmp_path, make(ones, ids))
+    assert open_.ids == tuple(ids) and list(open_.leaves) == names
+    assert all(type(i) is str for i in open_.ids)
+    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+        assert sorted(file["leaves"]) == ["0", "1", "2", "3", "4"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".h5", ".json"]
+
+
+def test_plain_h5py_reads_a_shard(tmp_path, rng):
+    block = make(every_kind(rng, torch.float32), ["a", "", "ü", "b"], step=3, weight=torch.ones(4))
+    write(tmp_path, block, keep_factored=True)
+    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+        assert (file.attrs["format"], file.attrs["schema"]) == (b"attrax gradient shard", 1)
+        data, ends = file["ids/utf8"][:].tobytes(), file["ids/offsets"][:]
+        ids = [data[a:b].decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        fc = next(group for group in file["leaves"].values() if group.attrs["name"] == b"fc.weight")
+        first, last = fc["offsets"][1:3]
+        a, g = fc["a"][first:last], fc["g"][first:last]
+        steps, weight = file["blocks/step"][:].tolist(), file["weight"][:].tolist()
+    leaf = block.grads["fc.weight"]
+    assert (ids, steps, weight) == (["a", "", "ü", "b"], [3], [1.0] * 4)
+    assert np.array_equal(a, leaf.a[1, :3]) and np.array_equal(g, leaf.g[1, :3])
+
+
+def test_padding_is_not_stored(tmp_path, rng):
+    leaf = factorized("w", rows(rng, 64, padding=400), rows(rng, 64, padding=400))
+    write(tmp_path, make({"w": leaf}), keep_factored=True)
+    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+        assert file["leaves/0/a"].shape == (sum(LENGTHS), 64)
+
+
+def test_chunks_and_checksums(tmp_path):
+    leaves = {
+        "rows": materialized("rows", torch.zeros(4000, 64)),
+        "wide": materialized("wide", torch.zeros(4000, 300)),
+    }
+    write(
+        tmp_path,
+        make(leaves, map(str, range(4000))),
+        make({"huge": materialized("huge", torch.zeros(1, 1500, 1500))}, "x"),
+    )
+    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+        found = []
+        file.visititems(lambda _, node: found.append(node) if isinstance(node, h5py.Dataset) else None)
+        assert all(dataset.fletcher32 and dataset.chunks for dataset in found)
+        for name in "012":
+            dataset = file[f"leaves/{name}/w"]
+            size = math.prod(dataset.chunks) * dataset.dtype.itemsize
+            assert 2**16 <= size <= 2**22
+            assert dataset.id.get_storage_size() < 1.2 * dataset.nbytes
+
+
+def test_dtype_casts_and_refuses_to_overflow(tmp_path, rng):
+    block = make(every_kind(rng, torch.float32))
+    found = write(tmp_path / "a", block, dtype=torch.bfloat16, keep_factored=True).block("wxyz").grads
+    assert found["fc.weight"].a.dtype == torch.bfloat16 and found["wpe.weight"].ids.dtype == torch.int64
+    large = make({"w": materialized("w", torch.tensor([[65536.0, math.inf]]))}, "x")
+    with (
+        store(tmp_path / "b", dtype=torch.float16) as sink,
+        pytest.raises(ValueError, match=r"'w'.*65504|6\.55e\+04"),
+    ):
+        sink(large)
+    assert torch.isinf(
+        write(tmp_path / "c", large, dtype=torch.bfloat16).block("x").grads["w"].w
+    ).tolist() == [[False, True]]
+    with pytest.raises(ValueError, match="int64"):
+        store(tmp_path / "d", dtype=torch.int64)
+    narrow = make({"w": materialized("w", torch.ones(1, 2).to(torch.float8_e4m3fn))}, "x")
+    with store(tmp_path / "e") as sink, pytest.raises(ValueError, match="float8_e4m3fn"):
+        sink(narrow)
+
+
+def test_later_writes_to_a_captured_tensor_do_not_show(tmp_path):
+    w, a, c = torch.ones(2, 3), torch.ones(2, 2, 40), torch.ones(2)
+    with store(tmp_path) as sink:
+        sink(make({"w": materialized("w", w), "a": factorized("a", a, a.clone())}, "xy", weight=c))
+        for x in (w, a, c):
+            x.zero_()
+    found = open_store(tmp_path).block("xy")
+    assert found.grads["w"].w.all() and found.grads["a"].a.all() and found.examples.weight.all()
+
+
+def test_blocks_without_examples_leave_no_trace(tmp_path):
+    with store(tmp_path) as sink:
+        sink(make({"w": materialized("w", torch.ones(0, 3))}, ""))
+        sink.flush()
+        assert not list(tmp_path.glob("*.h5"))
+        sink(make({}, "ab"))
+    assert open_store(tmp_path).ids == ("a", "b")
+    assert [list(block.grads) for block in read(open_store(tmp_path))] == [[]]
+
+
+def test_an_example_without_gradient_comes_back_as_zeros(tmp_path):
+    leaf = factorized("w", torch.ones(2, 4, 50), torch.zeros(2, 4, 50))
+    (found,) = read(write(tmp_path, make({"w": leaf}, "ab")))
+    assert found.grads["w"].g.shape == (2, 1, 50) and not found.grads["w"].g.any()
+
+
+def test_shards_close_by_bytes_and_by_examples(tmp_path):
+    blocks = [make({"w": materialized("w", torch.ones(2, 256))}, f"{k}{k + 5}") for k in range(5)]
+    assert len(write(tmp_path / "a", *blocks, shard_bytes=4096).shards) == 3
+    assert len(write(tmp_path / "b", *blocks, shard_examples=3).shards) == 3
+    assert len(write(tmp_path / "c", *blocks).shards) == 1
+
+
+@pytest.mark.parametrize("block_examples", [None, 1, 4, 100])
+@pytest.mark.parametrize("shard_examples", [1, 100])
+def test_scores_from_a_store_are_those_from_memory(tmp_path, rng, block_examples, shard_examples):
+    sizes = (3, 2, 1, 3)
+    blocks, queries = random_blocks(rng, sizes), random_blocks(rng, (2, 1))
+    write(tmp_path / "train", *blocks, shard_examples=shard_examples)
+    write(tmp_path / "query", *queries)
+    train, query = (
+        open_store(tmp_path / "train", block_examples=block_examples),
+        open_store(tmp_path / "query"),
+    )
+    for method in (graddot, gradcos):
+        found, expected = method(train, query), method(Blocks(blocks), Blocks(queries))
+        assert (found.ids, found.query_ids) == (expected.ids, expected.query_ids)
+        assert torch.allclose(found.values, expected.values, rtol=1e-10, atol=1e-12)
+    expected = self_influence(Blocks(blocks)).values
+    assert torch.allclose(self_influence(train).values, expected, rtol=1e-10, atol=1e-12)
+    if block_examples:
+        assert {len(e) for e, _ in train.map(lambda *_: None)} <= {
+            block_examples,
+            sum(sizes) % block_examples,
+        }
+
+
+def test_kronecker_statistics_and_ekfac_from_a_store(tmp_path, rng):
+    blocks, queries = random_blocks(rng, (6, 5, 7)), random_blocks(rng, (2,))
+    train = write(tmp_path, *blocks, keep_factored=True)
+    expected = ekfac(Blocks(blocks), Blocks(queries), damping=0.1)
+    assert torch.allclose(ekfac(train, Blocks(queries), damping=0.1).values, expected.values, rtol=1e-8)
+    rebatched = open_store(tmp_path, block_examples=4)
+
+    def reduce(state, leaf):
+        return (
+            None
+            if isinstance(leaf, Diagonal)
+            else merge(state, kronecker_sums(leaf))
+            if state
+            else kronecker_sums(leaf)
+        )
+
+    found, whole = (fold(reduce, source)[0]["fc.weight"] for source in (rebatched, Blocks(blocks)))
+    assert found.rows == whole.rows and torch.allclose(found.a, whole.a, rtol=1e-10)
+
+
+def test_tracin_from_two_stores(tmp_path, rng):
+    steps = [0, 0, 3, 4]
+    blocks = random_blocks(rng, (2, 1, 2, 3), steps)
+    queries = [
+        make(block.grads.map(lambda _, x: take(x, slice(0, 1))), "q", **vars_of(block))
+        for block in blocks[1:]
+    ]
+    train, query = write(tmp_path / "t", *blocks), write(tmp_path / "q", *queries)
+    assert isinstance(query, Stepped) and isinstance(train, Source) and query.steps() == (0, 3, 4)
+
+    class Steps(Blocks):
+        def steps(self):
+            return tuple(sorted({block.examples.step for block in self.blocks}))
+
+        def at(self, step):
+            return Blocks([block for block in self.blocks if block.examples.step == step])
+
+    found, expected = tracin(train, query), tracin(Blocks(blocks), Steps(queries))
+    assert (found.ids, found.steps) == (expected.ids, expected.steps)
+    assert torch.allclose(found.values, expected.values, rtol=1e-10, atol=1e-12)
+
+
+def vars_of(block):
+    e = block.examples
+    return {
+        "step": e.step,
+        "fingerprint": e.fingerprint,
+        "learning_rate": e.learning_rate,
+        "weight": e.weight[:1],
+    }
+
+
+def test_views_of_a_store(tmp_path, rng):
+    blocks = random_blocks(rng, (3, 2, 4), [0, 1, 1])
+    open_ = write(tmp_path, *blocks, shard_examples=3)
+    assert (len(open_), open_.examples, open_.steps(), open_.reiterable) == (9, 9, (0, 1), True)
+    assert open_.fingerprints == ("at 0", "at 1") and len(open_.runs) == 1
+    assert open_.at(1).ids == ("e3", "e4", "e5", "e6", "e7", "e8")
+    assert open_.select(ids=["e7", "e1", "e4"]).ids == ("e1", "e4", "e7")
+    assert open_.select(ids=["e7", "e1"], steps=[1]).ids == ("e7",)
+    assert [b.examples.ids for b in read(open_.select(ids=["e1", "e3", "e4", "e8"]))] == [
+        ("e1",),
+        ("e3", "e4"),
+        ("e8",),
+    ]
+    whole = {
+        i: materialize_leaf(take(b.grads["fc.weight"], slice(k, k + 1))).w
+        for b in blocks
+        for k, i in enumerate(b.examples.ids)
+    }
+    found = open_.block(["e8", "e3", "e5", "e8"])
+    assert found.examples.ids == ("e8", "e3", "e5", "e8")
+    expected = torch.cat([whole[i] for i in found.examples.ids])
+    assert torch.allclose(materialize_leaf(found.grads["fc.weight"]).w, expected, rtol=1e-12)
+    assert (
+        "9 examples" in repr(open_) and "fc.weight" in open_.summary() and "steps 0 to 1" in open_.summary()
+    )
+
+
+def test_rows_that_were_never_written_are_named(tmp_path):
+    written = [0, 1, 2, 3, 4, 5, 6, 8]
+    leaf = materialized("w", torch.ones(len(written), 3))
+    open_ = write(tmp_path, make({"w": leaf}, map(str, written)))
+    expected = [str(n) for n in range(10)]
+    assert open_.missing(expected) == ("7", "9")
+    for ask in (lambda: open_.select(ids=expected), lambda: open_.block(expected)):
+        with pytest.raises(KeyError, match="'7', '9'"):
+            ask()
+    with pytest.raises(KeyError, match="lacks 1 steps"):
+        open_.at(5)
+    scores = graddot(open_, open_.select(ids=["0"]), target="as_trained")
+    with pytest.raises(KeyError, match="'7', '9'"):
+        scores.in_order(expected)
+
+
+def test_examples_that_make_no_block_are_refused(tmp_path, rng):
+    open_ = write(tmp_path, *random_blocks(rng, (2, 2), [0, 1]))
+    with pytest.raises(ValueError, match=r"steps \[0, 1\]"):
+        open_.block(["e0", "e3"])
+    with pytest.raises(ValueError, match="0 rows"):
+        open_.block([])
+
+
+def test_further_columns(tmp_path):
+    def columns(examples):
+        return {"text": [f"<{i}>" for i in examples.ids], "loss": [len(i) / 2 for i in examples.ids]}
+
+    blocks = [make({"w": materialized("w", torch.ones(2, 3))}, ids) for ids in (["a", "bb"], ["ccc", ""])]
+    open_ = write(tmp_path, *blocks, columns=columns, shard_examples=1)
+    assert open_.select(ids=["ccc", "a"]).column("text") == ("<a>", "<ccc>")
+    assert open_.column("loss").tolist() == [0.5, 1.0, 1.5, 0.0]
+    with pytest.raises(KeyError, match="loss"):
+        open_.column("label")
+    with (
+        store(tmp_path, columns=lambda examples: {"text": ["x"]}) as sink,
+        pytest.raises(ValueError, match="'text'"),
+    ):
+        sink(blocks[0])
+
+
+def test_what_cannot_be_stored(tmp_path):
+    leaf = materialized("w", torch.ones(1, 3))
+    with store(tmp_path) as sink:
+        for block, problem in (
+            (make({"w": leaf}, ["\ud800"]), "Unicode"),
+            (make({"w": leaf}, "ab"), "2 ids"),
+            (make({"a\0b": leaf}, "a"), "zero byte"),
+            (make({"w": leaf}, "a", weight=torch.ones(2)), "weight has shape"),
+        ):
+            with pytest.raises(ValueError, match=problem):
+                sink(block)
+    with pytest.raises(ValueError, match="closed"):
+        sink(make({"w": leaf}, "a"))
+    for options in ({"run": "../x"}, {"run": ".x"}, {"rank": -1}, {"shard_bytes": 0}, {"shard_examples": 0}):
+        with pytest.raises(ValueError, match="store:"):
+            store(tmp_path, **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        store(tmp_path / "file")
+
+
+def test_stores_that_cannot_be_opened(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        open_store(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no shards"):
+        open_store(tmp_path)
+    (tmp_path / ".r-0000-000000-ab.shard.h5.tmp").write_bytes(b"half")
+    with pytest.raises(ValueError, match="1 were never finished"):
+        open_store(tmp_path)
+    write(tmp_path, make({}, "a"))
+    with pytest.raises(ValueError, match="no run 'x'"):
+        open_store(tmp_path, run="x")
+    with pytest.raises(ValueError, match="at least 1"):
+        open_store(tmp_path, block_examples=0)
+
+
+def test_small_appends_and_scattered_reads_are_fast(tmp_path, rng):
+    x = torch.randn(20_000, 64, generator=rng)
+    start = time.perf_counter()
+    with store(tmp_path / "small") as sink:
+        for n in range(500):
+            sink(make({"w": materialized("w", x[n : n + 1])}, [str(n)]))
+    assert time.perf_counter() - start < 20
+    blocks = [
+        make({"w": materialized("w", x[n : n + 500])}, map(str, range(n, n + 500)))
+        for n in range(0, 20_000, 500)
+    ]
+    open_ = write(tmp_path / "large", *blocks)
+    chosen = torch.randperm(20_000, generator=rng)[:5000]
+    start = time.perf_counter()
+    found = open_.block([str(n) for n in chosen.tolist()])
+    assert time.perf_counter() - start < 20
+    assert torch.equal(found.grads["w"].w, x[chosen])
+
+
+def test_memory_is_bounded_by_a_window_of_blocks(tmp_path, monkeypatch):
+    from attrax.frontends import gather
+
+    read_at_once = []
+    real = gather.read_rows
+    monkeypatch.setattr(gather, "read_rows", lambda *args: read_at_once.append(len(args[2])) or real(*args))
+    blocks = [make({"w": materialized("w", torch.full((1, 1024), float(n)))}, [str(n)]) for n in range(40)]
+    open_ = write(tmp_path, *blocks)
+    windows = list(gather.stream(open_.path, open_.shards, open_.rows, None, frozenset(), 5 * 4500))
+    assert len(windows) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
