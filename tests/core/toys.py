@@ -35,6 +35,7 @@ from attrax.core.products import examples_in
 
 from .dense import gradient
 
+Rows: TypeAlias = Factorized | Lookup | Diagonal
 Builder: TypeAlias = Callable[[Generator, int, int, int, int], Any]
 
 
