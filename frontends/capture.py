@@ -45,7 +45,7 @@ from attrax.frontends.normalization import (
     tap_loss,
 )
 from attrax.frontends.tape import Pass, Tape
-from attrax.frontends.verify import mismatch, raise_on
+from attrax.frontends.verify import largest_entry, mismatch, raise_on
 
 Sink = Callable[[Block], object]
 _PATIENCE = 64
@@ -196,6 +196,7 @@ class Capture:
         sums, self._sums = self._sums or {}, None
         fresh = set.intersection(*(run.notes.get("fresh", set()) for run in runs))
         errors: dict[str, str] = {}
+        largest = largest_entry(p.grad for p in self.model.parameters())
         for n, p in self.model.named_parameters():
             if n not in self._wanted or n not in fresh or not p.requires_grad:
                 continue
@@ -206,7 +207,7 @@ class Capture:
                     errors[n] = "has a gradient but its layer was never captured"
                 continue
             lowest = max(dtypes, key=lambda d: torch.finfo(d).eps)
-            errors.update(mismatch(n, found, p.grad, dtype=lowest))
+            errors.update(mismatch(n, found, p.grad, largest=largest, dtype=lowest))
         raise_on(errors)
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
@@ -352,7 +353,7 @@ def probe(
     sink: Sink,
     loss: Loss | None = None,
     *,
-    every: int = 1,
+    when: Callable[[int], bool] = lambda step: True,
 ) -> Callable[[StepEvent], None]:
     """Callback that records query gradients during training, at the parameters of each step (what TracIn needs).
 
@@ -360,7 +361,7 @@ def probe(
         data: Batches of queries, re-iterable; as for `attrax.live`.
         sink: Where the query blocks go.
         loss: Query loss, ``(model, batch) -> [B]``; `causal_lm` by default.
-        every: Record at every so many optimizer steps.
+        when: ``step -> bool``, which steps to record at; all of them by default.
 
     Returns:
         A callback for `capture`; queries pass through the capture's selection and transform, in eval mode.
@@ -368,7 +369,7 @@ def probe(
     checked: list[bool] = []
 
     def run(event: StepEvent) -> None:
-        if event.step % every:
+        if not when(event.step):
             return
         source = Live(
             event.model,
