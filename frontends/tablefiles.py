@@ -24,6 +24,7 @@ Layout: TypeAlias = Literal["long", "wide"]
 Along: TypeAlias = Literal["row", "query", "cell"]
 
 SCHEMA = "attrax scores 1"
+_LISTS = ("queries", "keys")
 _CELLS = 2**18
 _LONGEST = 2**31 - 1
 
@@ -190,7 +191,7 @@ def _write_csv(joined: Joined, layout: Layout, path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(f"# {size} comment lines, then the table: pandas.read_csv(path, skiprows={size})\n")
         for key, value in entries.items():
-            file.write(f"# {key}: {json.dumps(value, ensure_ascii=False)}\n")
+            file.write(f"# {key}: {value if key in _LISTS else json.dumps(value, ensure_ascii=False)}\n")
         writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow([column.name for column in columns])
         for index in chunks(joined.scores, layout):
@@ -214,7 +215,7 @@ def _read_csv(path: Path) -> Joined:
             first = file.readline()
             count = int(first.split()[1]) - 1 if first.startswith("# ") and first.split()[1].isdigit() else 0
             lines = [file.readline()[2:].rstrip("\n").partition(": ") for _ in range(count)]
-            entries = {key: json.loads(value) for key, _, value in lines}
+            entries = {key: value if key in _LISTS else json.loads(value) for key, _, value in lines}
             header, *rows = csv.reader(file)
             columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
             table = dict(zip(header, columns, strict=True))

@@ -1,0 +1,5 @@
+"""``python -m attrax`` is the command ``attrax``."""
+
+from attrax.cli import main
+
+main()
