@@ -66,7 +66,8 @@ def pairwise(
     >>> pairwise(Blocks([block]), block, about={}).values
     tensor([[4.]])
     """
-    measure = _scorer(queries, hardware, operation)
+    met: dict[str, Leaf] = {}
+    measure = _scorer(queries, met, hardware, operation)
     rows: list[Examples] = []
     values: list[Tensor] = []
     for examples, value in row_sums(measure, train):
@@ -79,11 +80,18 @@ def pairwise(
         values.append(value)
     if not rows:
         raise ValueError(f"{operation}: the train source yielded no examples.")
+    if unmet := [name for name in queries.grads if name not in met]:
+        raise ValueError(
+            f"{operation}: the queries hold leaves that no train block has: {unmet[:5]}. "
+            "Capture both sides with the same selection and transform."
+        )
     return scores(torch.cat(values), rows, queries.examples.ids, about)
 
 
-def _scorer(queries: Block, hardware: Hardware, operation: str) -> Callable[[str, Leaf, Examples], Tensor]:
-    prepared: dict[str, Leaf] = {}
+def _scorer(
+    queries: Block, prepared: dict[str, Leaf], hardware: Hardware, operation: str
+) -> Callable[[str, Leaf, Examples], Tensor]:
+    """The measure of one leaf; `prepared` receives the query leaves it has met, built where that pays."""
     spent = 0
 
     def prepare(name: str, leaf: Leaf) -> Leaf:
