@@ -104,7 +104,7 @@ class Packed:
 
     form: Form
     arrays: tuple[Tensor, ...]
-    offsets: Int[Tensor, " ends"]
+    offsets: Int[np.ndarray, " ends"]
     uses: tuple["Packed", ...] = ()
 
 
@@ -187,37 +187,37 @@ def pack(leaf: Leaf) -> Packed:
     >>> g = torch.tensor([[[1.0], [0.0], [2.0]], [[3.0], [0.0], [0.0]]])
     >>> packed = pack(diagonal("b", torch.ones(2, 3, 1), g))
     >>> packed.arrays[1].flatten(), packed.offsets
-    (tensor([1., 0., 2., 3.]), tensor([0, 3, 4]))
+    (tensor([1., 0., 2., 3.]), array([0, 3, 4]))
     """
     form = form_of(leaf)
-    single = torch.arange(batch_size(leaf) + 1)
+    single = np.arange(batch_size(leaf) + 1)
     match leaf:
         case Sum():
             return Packed(form, (), single, tuple(pack(use) for use in leaf.uses))
         case Materialized():
             return Packed(form, (leaf.w.clone(),), single)
         case _:
-            keep, counts = _used_rows(leaf.g, leaf.calls)
-            return Packed(form, tuple(getattr(leaf, a.name)[keep] for a in form.arrays), offsets_of(counts))
+            keep, counts = _used_rows((leaf.g != 0).any(-1).numpy(), leaf.calls)
+            arrays = tuple(getattr(leaf, array.name)[torch.from_numpy(keep)] for array in form.arrays)
+            return Packed(form, arrays, offsets_of(counts))
 
 
-def offsets_of(counts: Int[Tensor, " n"]) -> Int[Tensor, " ends"]:
+def offsets_of(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " ends"]:
     """Where consecutive ranges begin, and where the last one ends.
 
-    >>> offsets_of(torch.tensor([2, 0, 3]))
-    tensor([0, 2, 2, 5])
+    >>> offsets_of(np.array([2, 0, 3]))
+    array([0, 2, 2, 5])
     """
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
 
 
-def _used_rows(g: Tensor, calls: int) -> tuple[Tensor, Tensor]:
+def _used_rows(used: np.ndarray, calls: int) -> tuple[np.ndarray, np.ndarray]:
     """Mask [B, T] of the rows to keep, and their number [B]; every call of an example keeps equally many."""
-    B, T = g.shape[:2]
-    calls = calls if T % max(1, calls) == 0 else 1
-    used = (g != 0).any(-1).reshape(B, calls, T // calls).any(1)
-    place = torch.arange(T // calls)
-    length = (used * (place + 1)).amax(1) if T else torch.zeros(B, dtype=torch.int64)
-    keep = (place < length.unsqueeze(1)).unsqueeze(1).expand(B, calls, T // calls)
+    B, T = used.shape
+    calls = calls if T % calls == 0 else 1
+    place = np.arange(T // calls)
+    length = (used.reshape(B, calls, len(place)).any(1) * (place + 1)).max(1, initial=0)
+    keep = (place < length[:, None])[:, None].repeat(calls, 1)
     return keep.reshape(B, T), length * calls
 
 
@@ -232,7 +232,9 @@ def unpack(packed: Packed) -> Leaf:
     """
     form, rows = packed.form, {}
     for array, x in zip(form.arrays, packed.arrays, strict=True):
-        rows[array.name] = x if form.kind == "Materialized" else _padded(x, packed.offsets.diff(), form.calls)
+        rows[array.name] = (
+            x if form.kind == "Materialized" else _padded(x, np.diff(packed.offsets), form.calls)
+        )
     match form.kind:
         case "Sum":
             return Sum(tuple(unpack(use) for use in packed.uses), form.parts, form.basis)
@@ -246,23 +248,23 @@ def unpack(packed: Packed) -> Leaf:
             return Factorized(**rows, parts=form.parts, bias=form.bias, calls=form.calls, basis=form.basis)
 
 
-def _padded(x: Tensor, counts: Tensor, calls: int) -> Tensor:
-    calls = calls if bool((counts % calls == 0).all()) else 1
-    longest = max(1, int(counts.amax()) // calls) if len(counts) else 1
+def _padded(x: Tensor, counts: np.ndarray, calls: int) -> Tensor:
+    calls = calls if (counts % calls == 0).all() else 1
+    longest = max(1, int(counts.max(initial=0)) // calls)
     shape = (len(counts), calls * longest, *x.shape[1:])
     if x.shape[0] == shape[0] * shape[1]:
         return x.reshape(shape)
-    keep = torch.arange(longest) < (counts // calls).unsqueeze(1)
+    keep = (np.arange(longest) < (counts // calls)[:, None])[:, None].repeat(calls, 1)
     out = x.new_zeros(shape)
-    out[keep.unsqueeze(1).expand(-1, calls, -1).reshape(shape[:2])] = x
+    out[torch.from_numpy(keep.reshape(shape[:2]))] = x
     return out
 
 
-def take_packed(packed: Packed, index: Int[Tensor, " n"] | slice) -> Packed:
+def take_packed(packed: Packed, index: Int[np.ndarray, " n"] | slice) -> Packed:
     """Some examples of packed rows; a slice with both ends is taken without a copy.
 
     >>> from attrax.core import materialized
-    >>> take_packed(pack(materialized("b", torch.arange(4.0))), torch.tensor([2, 0])).arrays[0]
+    >>> take_packed(pack(materialized("b", torch.arange(4.0))), np.array([2, 0])).arrays[0]
     tensor([2., 0.])
     """
     uses = tuple(take_packed(use, index) for use in packed.uses)
@@ -270,20 +272,18 @@ def take_packed(packed: Packed, index: Int[Tensor, " n"] | slice) -> Packed:
         offsets = packed.offsets[index.start : index.stop + 1]
         rows = slice(int(offsets[0]), int(offsets[-1]))
         return Packed(packed.form, tuple(x[rows] for x in packed.arrays), offsets - offsets[0], uses)
-    starts, counts = packed.offsets[index], packed.offsets.diff()[index]
-    places = ranges(starts, counts)
+    counts = np.diff(packed.offsets)[index]
+    places = torch.from_numpy(ranges(packed.offsets[index], counts))
     return Packed(packed.form, tuple(x[places] for x in packed.arrays), offsets_of(counts), uses)
 
 
-def ranges(starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]) -> Int[Tensor, " total"]:
+def ranges(starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:
     """The numbers of all ranges ``[start, start + count)``, one range after another.
 
-    >>> ranges(torch.tensor([5, 0]), torch.tensor([2, 3]))
-    tensor([5, 6, 0, 1, 2])
+    >>> ranges(np.array([5, 0]), np.array([2, 3]))
+    array([5, 6, 0, 1, 2])
     """
-    begin, count = starts.numpy(), counts.numpy()
-    shift = begin - (count.cumsum() - count)
-    return torch.from_numpy(np.arange(count.sum()) + np.repeat(shift, count))
+    return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
 
 
 def concat_packed(pieces: Sequence[Packed]) -> Packed:
@@ -293,12 +293,12 @@ def concat_packed(pieces: Sequence[Packed]) -> Packed:
         return first
     arrays = tuple(torch.cat(same) for same in zip(*(p.arrays for p in pieces), strict=True))
     uses = tuple(concat_packed(same) for same in zip(*(p.uses for p in pieces), strict=True))
-    return Packed(first.form, arrays, offsets_of(torch.cat([p.offsets.diff() for p in pieces])), uses)
+    return Packed(first.form, arrays, offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces])), uses)
 
 
 def packed_bytes(packed: Packed) -> int:
     """Bytes of the arrays, offsets included."""
-    own = sum(x.numel() * x.element_size() for x in (*packed.arrays, packed.offsets))
+    own = packed.offsets.nbytes + sum(x.numel() * x.element_size() for x in packed.arrays)
     return own + sum(packed_bytes(use) for use in packed.uses)
 
 
@@ -333,7 +333,10 @@ def form_from_json(value: Mapping[str, Any]) -> Form:
 
 
 def _part(value: Mapping[str, Any]) -> Part:
-    part = Part(**{n: tuple(map(int, v)) if isinstance(v, list | tuple) else v for n, v in value.items()})
+    fields: dict[str, Any] = {
+        n: tuple(map(int, v)) if isinstance(v, list | tuple) else v for n, v in value.items()
+    }
+    part = Part(**fields)
     if not (
         isinstance(part.weight, str) and isinstance(part.bias, str | None) and isinstance(part.width, int)
     ):

@@ -86,24 +86,35 @@ def shard_sizes(folder: Path) -> dict[str, int]:
     return sizes
 
 
-def lock_path(folder: Path, run: str, rank: int) -> Path:
-    """The file that a writer of (run, rank) holds locked."""
+def _lock_path(folder: Path, run: str, rank: int) -> Path:
     return folder / f".{run}-{rank:04d}.lock"
 
 
 def lock(folder: Path, run: str, rank: int) -> int:
-    """Become the writer of (run, rank); the lock lasts until the descriptor is closed or the process ends.
+    """Become the writer of (run, rank), until `unlock` or the end of the process; an unfinished shard is removed.
+
+    Returns:
+        What `unlock` wants.
 
     Raises:
         ValueError: If there is another writer.
     """
-    descriptor = _acquire(lock_path(folder, run, rank))
+    descriptor = _acquire(_lock_path(folder, run, rank))
     if descriptor is None:
         raise ValueError(
             f"store: run '{run}', rank {rank}, of '{folder}' is being written by another sink. Give each process its "
             "own rank=, or leave run= out to begin a new run."
         )
+    for unfinished in folder.glob(f".{run}-{rank:04d}-*{SUFFIX}.tmp"):
+        unfinished.unlink()
     return descriptor
+
+
+def unlock(folder: Path, run: str, rank: int, descriptor: int) -> None:
+    """Let others write (run, rank)."""
+    with suppress(OSError):
+        _lock_path(folder, run, rank).unlink()
+    os.close(descriptor)
 
 
 def _acquire(path: Path) -> int | None:

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Int
-from torch import Tensor
 
 from attrax.core import Examples, Leaf, concat, materialize_leaf, take
 from attrax.core.schema import Form, Packed, ShardInfo, concat_packed, take_packed, unpack
@@ -83,10 +82,8 @@ def _block_ends(rows: Rows, block_examples: int | None) -> np.ndarray:
 
 
 def _load(folder: Path, shards: Sequence[ShardInfo], rows: Rows) -> dict[int, Loaded]:
-    def positions(shard: int) -> Tensor:
-        return torch.from_numpy(np.unique(rows.row[rows.shard == shard]))
-
-    return {s: read_rows(folder, shards[s], positions(s)) for s in np.unique(rows.shard).tolist()}
+    numbers = np.unique(rows.shard).tolist()
+    return {s: read_rows(folder, shards[s], np.unique(rows.row[rows.shard == s])) for s in numbers}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,21 +99,19 @@ class _Piece:
     """
 
     read: Loaded
-    row: Int[Tensor, " n"]
-    place: Int[Tensor, " n"] | slice
-    here: Int[Tensor, " n"]
-    block: Int[Tensor, " n"]
+    row: Int[np.ndarray, " n"]
+    place: Int[np.ndarray, " n"] | slice
+    here: Int[np.ndarray, " n"]
+    block: Int[np.ndarray, " n"]
 
 
 def _piece(read: Loaded, rows: Rows, shard: int) -> _Piece:
     here = np.flatnonzero(rows.shard == shard)
     row = rows.row[here]
-    place = np.searchsorted(read.rows.numpy(), row)
+    place = np.searchsorted(read.rows, row)
     neighbors = bool((np.diff(place) == 1).all())
-    where = slice(int(place[0]), int(place[-1]) + 1) if neighbors else torch.from_numpy(place)
-    return _Piece(
-        read, torch.from_numpy(row), where, torch.from_numpy(here), torch.from_numpy(rows.block[here])
-    )
+    where = slice(int(place[0]), int(place[-1]) + 1) if neighbors else place
+    return _Piece(read, row, where, here, rows.block[here])
 
 
 def _cut(
@@ -131,23 +126,18 @@ def _cut(
 
 
 def _examples(shards: Sequence[ShardInfo], rows: Rows, pieces: Sequence[_Piece]) -> Examples:
-    def column(values: Sequence[Tensor]) -> Tensor:
-        out = torch.empty(len(rows), dtype=values[0].dtype)
-        for piece, value in zip(pieces, values, strict=True):
-            out[piece.here] = value
-        return out
-
-    weight, tokens = (column([getattr(p.read, n)[p.place] for p in pieces]) for n in ("weight", "tokens"))
-    bits, known = (
-        column([getattr(p.read, n)[p.block] for p in pieces]) for n in ("weight_bits", "has_tokens")
-    )
+    order = torch.from_numpy(np.concatenate([p.here for p in pieces]).argsort())
+    weight = torch.cat([p.read.weight[p.place] for p in pieces])[order]
+    tokens = torch.cat([p.read.tokens[p.place] for p in pieces])[order]
+    bits = np.concatenate([p.read.weight_bits[p.block] for p in pieces])
+    known = np.concatenate([p.read.has_tokens[p.block] for p in pieces])
     first, b = shards[rows.shard[0]], rows.block[0]
     return Examples(
         tuple(shards[s].ids[r] for s, r in zip(rows.shard.tolist(), rows.row.tolist(), strict=True)),
         first.steps[b],
         first.micros[b],
-        weight.to(torch.float64 if bool((bits > 32).any()) else torch.float32) if bool(bits.all()) else None,
-        tokens if bool(known.all()) else None,
+        weight.to(torch.float64 if (bits > 32).any() else torch.float32) if bits.all() else None,
+        tokens if known.all() else None,
         first.fingerprints[b],
         first.rates[b],
     )
@@ -156,12 +146,12 @@ def _examples(shards: Sequence[ShardInfo], rows: Rows, pieces: Sequence[_Piece])
 def _leaf(name: str, pieces: Sequence[_Piece], rows: int, build: bool) -> Leaf:
     """One leaf of a block, from what its shards hold in one form or another."""
     found: dict[Form, list[Packed]] = {}
-    targets: dict[Form, list[Tensor]] = {}
+    targets: dict[Form, list[np.ndarray]] = {}
     for piece in pieces:
         for positions, packed in piece.read.leaves.get(name, ()):
             place, here = piece.place, piece.here
             if len(positions) != len(piece.read.rows):
-                at = torch.searchsorted(positions, piece.row).clamp_max(len(positions) - 1)
+                at = np.searchsorted(positions, piece.row).clip(max=len(positions) - 1)
                 has = positions[at] == piece.row
                 place, here = at[has], here[has]
             found.setdefault(packed.form, []).append(take_packed(packed, place))
@@ -173,4 +163,4 @@ def _leaf(name: str, pieces: Sequence[_Piece], rows: int, build: bool) -> Leaf:
         )
     leaves = [unpack(concat_packed(same)) for same in found.values()]
     leaf = concat([materialize_leaf(leaf) for leaf in leaves] if build else leaves)
-    return leaf if len(order) == 1 else take(leaf, torch.cat(order).argsort())
+    return leaf if len(order) == 1 else take(leaf, torch.from_numpy(np.concatenate(order).argsort()))

@@ -80,11 +80,16 @@ def write_array(group: h5py.Group, name: str, x: Tensor) -> None:
         dataset.write(h5s.ALL, h5s.ALL, _numpy(x), mtype=kind)
 
 
+def write_numbers(group: h5py.Group, name: str, values: Sequence[int] | np.ndarray) -> None:
+    """Write integers as int64."""
+    write_array(group, name, torch.from_numpy(np.array(values, np.int64)))
+
+
 def write_strings(group: h5py.Group, strings: Sequence[str]) -> None:
     """Write strings as utf8 [bytes] and offsets [n + 1]."""
     encoded = [s.encode() for s in strings]
     write_array(group, "utf8", torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy()))
-    write_array(group, "offsets", offsets_of(torch.tensor([len(e) for e in encoded], dtype=torch.int64)))
+    write_numbers(group, "offsets", offsets_of(np.array([len(e) for e in encoded], np.int64)))
 
 
 def write_text(owner: h5py.Group, name: str, value: str) -> None:
@@ -150,7 +155,7 @@ def array(group: h5py.Group, name: str) -> tuple[h5py.Dataset, torch.dtype]:
 
 
 def _read_slab(dataset: h5py.Dataset, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    out = torch.empty((stop - start, *dataset.shape[1:]), dtype=dtype)
+    out = torch.empty((stop - start, *dataset.shape[1:]), dtype=dtype, device="cpu")
     if out.numel():
         file_space = dataset.id.get_space()
         file_space.select_hyperslab((start, *[0] * (out.ndim - 1)), tuple(out.shape))
@@ -168,7 +173,21 @@ def read_array(group: h5py.Group, name: str) -> Tensor:
     return _read_slab(dataset, dtype, 0, dataset.shape[0])
 
 
-def read_ranges(group: h5py.Group, name: str, starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]) -> Tensor:
+def read_numbers(group: h5py.Group, name: str) -> Int[np.ndarray, " n"]:
+    """All of a list of int64.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    values = read_array(group, name).numpy()
+    if values.ndim != 1 or values.dtype != np.int64:
+        raise ValueError(f"'{group.name}/{name}' is no list of int64")
+    return values
+
+
+def read_ranges(
+    group: h5py.Group, name: str, starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]
+) -> Tensor:
     """Rows of ascending ranges ``[start, start + count)`` of a dataset, one range after another.
 
     Ranges with small gaps are read in one piece: one row a time would read a chunk a time.
@@ -177,32 +196,29 @@ def read_ranges(group: h5py.Group, name: str, starts: Int[Tensor, " n"], counts:
         ValueError: If a range reaches beyond the dataset.
     """
     dataset, dtype = array(group, name)
-    if not len(starts):
-        return _read_slab(dataset, dtype, 0, 0)
     stops = starts + counts
-    if not bool((starts[0] >= 0) & (counts >= 0).all() & (stops[-1] <= dataset.shape[0])):
+    if len(starts) and not (starts[0] >= 0 and stops[-1] <= dataset.shape[0]):
         raise ValueError(f"'{dataset.name}' has {dataset.shape[0]} rows, fewer than its offsets say")
     gap = GAP_BYTES // max(1, dtype.itemsize * math.prod(dataset.shape[1:]))
-    breaks = (torch.nonzero(starts[1:] - stops[:-1] > gap).flatten() + 1).tolist()
+    breaks = np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1
     pieces: list[Tensor] = []
-    for first, last in zip([0, *breaks], [*breaks, len(starts)], strict=True):
-        begin = int(starts[first])
-        slab = _read_slab(dataset, dtype, begin, int(stops[last - 1]))
-        wanted = int(counts[first:last].sum())
-        whole = wanted == slab.shape[0]
-        pieces.append(slab if whole else slab[ranges(starts[first:last] - begin, counts[first:last])])
+    for these, those in zip(np.split(starts, breaks), np.split(counts, breaks), strict=True):
+        begin, end = (int(these[0]), int(these[-1] + those[-1])) if len(these) else (0, 0)
+        slab = _read_slab(dataset, dtype, begin, end)
+        whole = those.sum() == end - begin
+        pieces.append(slab if whole else slab[torch.from_numpy(ranges(these - begin, those))])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def read_offsets(group: h5py.Group) -> tuple[Tensor, Tensor]:
+def read_offsets(group: h5py.Group) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
     """Starts and counts of consecutive ranges.
 
     Raises:
         ValueError: If they are not ascending from 0.
     """
-    offsets = read_array(group, "offsets")
-    counts = offsets.diff()
-    if offsets.dtype != torch.int64 or not len(offsets) or int(offsets[0]) or bool((counts < 0).any()):
+    offsets = read_numbers(group, "offsets")
+    counts = np.diff(offsets)
+    if not len(offsets) or offsets[0] != 0 or (counts < 0).any():
         raise ValueError(f"'{group.name}/offsets' do not ascend from 0")
     return offsets[:-1], counts
 
@@ -215,9 +231,9 @@ def read_strings(group: h5py.Group) -> tuple[str, ...]:
     """
     data = read_array(group, "utf8").numpy().tobytes()
     starts, counts = read_offsets(group)
-    if int(counts.sum()) != len(data):
-        raise ValueError(f"'{group.name}' holds {len(data)} bytes, its offsets say {int(counts.sum())}")
-    return tuple(data[a : a + n].decode() for a, n in zip(starts.tolist(), counts.tolist(), strict=True))
+    if counts.sum() != len(data):
+        raise ValueError(f"'{group.name}' holds {len(data)} bytes, its offsets say {counts.sum()}")
+    return tuple(data[a : a + n].decode() for a, n in zip(starts, counts, strict=True))
 
 
 def read_text(owner: h5py.Group, name: str) -> str:

@@ -72,17 +72,6 @@ def gaps(shards: Sequence[ShardInfo]) -> list[tuple[str, int, int]]:
     return [(*key, n) for key, found in numbers.items() for n in sorted(set(range(max(found))) - found)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A block of one rank: where it is, and its place in the run."""
-
-    shard: int
-    block: int
-    first: int
-    size: int
-    rank: int
-
-
 def merged(shards: Sequence[ShardInfo]) -> tuple[Rows, int]:
     """Rows of all shards in data order without repetitions.
 
@@ -92,61 +81,49 @@ def merged(shards: Sequence[ShardInfo]) -> tuple[Rows, int]:
     Returns:
         The rows, and how many repetitions were dropped.
     """
-    blocks, sections = _joint_blocks(shards)
-    pieces: list[np.ndarray] = []
-    for group, (members, section) in enumerate(zip(blocks, sections, strict=True)):
-        pieces.append(_dealt(members, group, section))
-    table = np.concatenate(pieces, 1) if pieces else np.zeros((5, 0), np.int64)
-    first = np.cumsum([0, *(len(info.steps) for info in shards)])
-    step = np.array([step for info in shards for step in info.steps], np.int64)[first[table[0]] + table[2]]
-    shard, row, block, group, section = table
-    rows = Rows(shard, row, block, group, section, step, np.zeros(len(step), bool))
+    pieces = _pieces(shards)
+    shard, block, first, size, rank, step, group, section = pieces.T
+    piece = np.repeat(np.arange(len(pieces)), size)
+    turn = np.arange(len(piece)) - np.repeat(size.cumsum() - size, size)
+    dealt = np.lexsort((rank[piece], turn, group[piece]))
+    piece, turn = piece[dealt], turn[dealt]
+    contested = np.zeros(len(piece), bool)
+    row = first[piece] + turn
+    rows = Rows(shard[piece], row, block[piece], group[piece], section[piece], step[piece], contested)
     return _without_repetitions(rows, shards)
 
 
-def _joint_blocks(shards: Sequence[ShardInfo]) -> tuple[list[list[_Piece]], list[int]]:
-    """The blocks in data order, each as the pieces its ranks wrote, and their sections."""
+def _pieces(shards: Sequence[ShardInfo]) -> Int[np.ndarray, "P 8"]:
+    """A row for each block of a rank: (shard, block, first row, rows, rank, step, group, section).
+
+    Blocks of different ranks are in one group if they are the k-th that their rank wrote for one (step, micro).
+    """
     place = {run: n for n, run in enumerate(run_order(shards))}
     written: Counter[tuple[int, int]] = Counter()
     repeated: Counter[tuple[int, int, int, int]] = Counter()
-    members: dict[tuple[int, ...], list[_Piece]] = defaultdict(list)
+    sections: dict[object, int] = {}
     anchor: dict[tuple[int, ...], int] = {}
-    section_of: dict[tuple[int, ...], int] = {}
-    numbers: dict[object, int] = {}
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for s, info in enumerate(shards):
-        run, first = place[info.run], 0
+        run, rank, first = place[info.run], info.rank, 0
         names = [frozenset(info.leaves[n][0] for n in signature) for signature in info.signatures]
         for b, (step, micro, size) in enumerate(zip(info.steps, info.micros, info.sizes, strict=True)):
             kind = (step, info.fingerprints[b], info.rates[b], names[info.kinds[b]])
-            section = numbers.setdefault(kind, len(numbers))
-            key = (run, step, micro, repeated[run, info.rank, step, micro], section)
-            members[key].append(_Piece(s, b, first, size, info.rank))
-            section_of[key] = section
-            position = written[run, info.rank]
-            anchor[key] = min(position, anchor.get(key, position))
-            written[run, info.rank] += 1
-            repeated[run, info.rank, step, micro] += 1
+            section = sections.setdefault(kind, len(sections))
+            key = (run, step, micro, repeated[run, rank, step, micro], section)
+            anchor[key] = min(written[run, rank], anchor.get(key, written[run, rank]))
+            found.append((key, (s, b, first, size, rank, step)))
+            written[run, rank] += 1
+            repeated[run, rank, step, micro] += 1
             first += size
-    order = sorted(members, key=lambda key: (key[0], anchor[key], key))
-    return [members[key] for key in order], [section_of[key] for key in order]
-
-
-def _dealt(pieces: Sequence[_Piece], group: int, section: int) -> np.ndarray:
-    """Columns (shard, row, block, group, section) of one block, its pieces' rows dealt in turn."""
-    columns = [
-        np.stack([np.full(p.size, p.shard), p.first + np.arange(p.size), np.full(p.size, p.block)])
-        for p in pieces
-    ]
-    table = np.concatenate(columns, 1)
-    if len(pieces) > 1:
-        turn = np.concatenate([np.arange(p.size) for p in pieces])
-        rank = np.repeat([p.rank for p in pieces], [p.size for p in pieces])
-        table = table[:, np.lexsort((rank, turn))]
-    return np.concatenate([table, np.full((1, table.shape[1]), group), np.full((1, table.shape[1]), section)])
+    order = sorted(anchor, key=lambda key: (key[0], anchor[key], key))
+    group = {key: n for n, key in enumerate(order)}
+    return np.array([(*piece, group[key], key[-1]) for key, piece in found], np.int64).reshape(-1, 8)
 
 
 def _without_repetitions(rows: Rows, shards: Sequence[ShardInfo]) -> tuple[Rows, int]:
-    if len({info.writer for info in shards}) < 2:
+    ids = [i for info in shards for i in info.ids]
+    if len({info.writer for info in shards}) < 2 or len(set(ids)) == len(ids):
         return rows, 0
     seen: dict[tuple[str, int, int], int] = {}
     times: Counter[tuple[str, str, int]] = Counter()

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import h5py
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -33,16 +34,18 @@ from attrax.frontends.h5types import (
     open_file,
     read_array,
     read_number,
+    read_numbers,
     read_offsets,
     read_ranges,
     read_strings,
     read_text,
     write_array,
+    write_numbers,
     write_strings,
     write_text,
 )
 
-_UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, MemoryError)
+_DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
 
 
 def write_shard(path: Path, header: Mapping[str, str | int | float], records: Sequence[Record]) -> None:
@@ -68,11 +71,10 @@ def write_shard(path: Path, header: Mapping[str, str | int | float], records: Se
 
 def _write_examples(file: h5py.File, records: Sequence[Record]) -> None:
     examples = [r.examples for r in records]
-    unknown = [torch.full((len(e),), math.nan, dtype=torch.float64) for e in examples]
-    weight = [u if e.weight is None else e.weight.double() for e, u in zip(examples, unknown, strict=True)]
-    tokens = [torch.full((len(e),), -1) if e.tokens is None else e.tokens.long() for e in examples]
-    write_array(file, "weight", torch.cat(weight))
-    write_array(file, "tokens", torch.cat(tokens))
+    weight = [np.full(len(e), math.nan) if e.weight is None else e.weight.double().numpy() for e in examples]
+    tokens = [np.full(len(e), -1) if e.tokens is None else e.tokens.long().numpy() for e in examples]
+    write_array(file, "weight", torch.from_numpy(np.concatenate(weight)))
+    write_numbers(file, "tokens", np.concatenate(tokens))
     blocks = file.create_group("blocks")
     integers = {
         "step": [e.step for e in examples],
@@ -82,9 +84,9 @@ def _write_examples(file: h5py.File, records: Sequence[Record]) -> None:
         "has_tokens": [int(e.tokens is not None) for e in examples],
     }
     for name, values in integers.items():
-        write_array(blocks, name, torch.tensor(values, dtype=torch.int64))
+        write_numbers(blocks, name, values)
     rates = [math.nan if e.learning_rate is None else e.learning_rate for e in examples]
-    write_array(blocks, "learning_rate", torch.tensor(rates, dtype=torch.float64))
+    write_array(blocks, "learning_rate", torch.from_numpy(np.array(rates, np.float64)))
     write_strings(blocks.create_group("fingerprint"), [e.fingerprint for e in examples])
 
 
@@ -98,13 +100,11 @@ def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
         for key, (_, packed) in zip(keys, record.leaves, strict=True):
             pieces.setdefault(key, []).append(packed)
     numbers = {key: number for number, key in enumerate(pieces)}
-    write_array(child(file, "blocks"), "signature", torch.tensor(kinds, dtype=torch.int64))
+    write_numbers(child(file, "blocks"), "signature", kinds)
     group = file.create_group("signatures")
     flat = [numbers[key] for keys in signatures for key in keys]
-    write_array(group, "leaf", torch.tensor(flat, dtype=torch.int64))
-    write_array(
-        group, "offsets", offsets_of(torch.tensor([len(keys) for keys in signatures], dtype=torch.int64))
-    )
+    write_numbers(group, "leaf", flat)
+    write_numbers(group, "offsets", offsets_of(np.array([len(keys) for keys in signatures], np.int64)))
     leaves = file.create_group("leaves")
     for (name, form), number in numbers.items():
         leaf = leaves.create_group(str(number))
@@ -117,7 +117,7 @@ def _write_packed(group: h5py.Group, packed: Packed) -> None:
     for described, x in zip(packed.form.arrays, packed.arrays, strict=True):
         write_array(group, described.name, x)
     if packed.form.kind not in ("Materialized", "Sum"):
-        write_array(group, "offsets", packed.offsets)
+        write_numbers(group, "offsets", packed.offsets)
     for number, use in enumerate(packed.uses):
         _write_packed(group.create_group(f"uses/{number}"), use)
 
@@ -135,7 +135,11 @@ def _write_column(group: h5py.Group, name: str, values: Sequence[Tensor | tuple[
 def _explained(shard: str, part: str) -> Iterator[None]:
     try:
         yield
-    except _UNREADABLE as error:
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(
+            f"open_store: shard '{shard}' is gone or may not be read: {error}. Open the store again."
+        ) from error
+    except _DAMAGE as error:
         raise ValueError(
             f"open_store: shard '{shard}': {part} cannot be read: {error}. The file is damaged or not written by "
             "attrax. Move it out of the store to use the other shards, and capture its examples again."
@@ -169,11 +173,11 @@ def _check_version(shard: str, file: h5py.File) -> None:
 def _info(path: Path, file: h5py.File) -> ShardInfo:
     blocks, leaves = child(file, "blocks"), child(file, "leaves")
     integers = ("step", "micro", "size", "signature")
-    steps, micros, sizes, kinds = (tuple(read_array(blocks, name).tolist()) for name in integers)
+    steps, micros, sizes, kinds = (tuple(read_numbers(blocks, name).tolist()) for name in integers)
     rates = tuple(None if math.isnan(r) else r for r in read_array(blocks, "learning_rate").tolist())
     signatures = child(file, "signatures")
     starts, counts = read_offsets(signatures)
-    flat = read_array(signatures, "leaf").tolist()
+    flat = read_numbers(signatures, "leaf").tolist()
     columns = child(file, "columns") if "columns" in file else ()
     info = ShardInfo(
         name=path.name,
@@ -239,15 +243,15 @@ class Loaded:
         leaves: By name, for each form: the positions of the examples that have it, and its packed rows.
     """
 
-    rows: Int[Tensor, " n"]
+    rows: Int[np.ndarray, " n"]
     weight: Float[Tensor, " n"]
     tokens: Int[Tensor, " n"]
-    weight_bits: Int[Tensor, " K"]
-    has_tokens: Int[Tensor, " K"]
-    leaves: Mapping[str, Sequence[tuple[Int[Tensor, " _"], Packed]]]
+    weight_bits: Int[np.ndarray, " K"]
+    has_tokens: Int[np.ndarray, " K"]
+    leaves: Mapping[str, Sequence[tuple[Int[np.ndarray, " _"], Packed]]]
 
 
-def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
+def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loaded:
     """Read examples of a shard.
 
     Args:
@@ -265,18 +269,18 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
         file = open_file(folder / info.name)
     with file:
         with _explained(info.name, "weights and tokens"):
-            ones = torch.ones_like(rows)
+            ones = np.ones_like(rows)
             blocks = child(file, "blocks")
             weight, tokens = (read_ranges(file, name, rows, ones) for name in ("weight", "tokens"))
             leaf_groups = child(file, "leaves")
-            bits, known = (read_array(blocks, name) for name in ("weight_bits", "has_tokens"))
+            bits, known = (read_numbers(blocks, name) for name in ("weight_bits", "has_tokens"))
             if not len(bits) == len(known) == len(info.sizes):
                 raise ValueError("the lists of blocks have different lengths")
-        kind_of_row = torch.tensor(info.kinds).repeat_interleave(torch.tensor(info.sizes))
-        leaves: dict[str, list[tuple[Tensor, Packed]]] = defaultdict(list)
+        kind_of_row = np.repeat(info.kinds, info.sizes)
+        leaves: dict[str, list[tuple[np.ndarray, Packed]]] = defaultdict(list)
         for number, (name, form) in enumerate(info.leaves):
-            owners = torch.tensor([number in signature for signature in info.signatures])[kind_of_row]
-            place = owners.cumsum(0) - 1
+            owners = np.array([number in signature for signature in info.signatures])[kind_of_row]
+            place = owners.cumsum() - 1
             having = rows[owners[rows]]
             if len(having):
                 with _explained(info.name, f"leaf '{name}' (leaves/{number})"):
@@ -287,8 +291,8 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[Tensor, " n"]) -> Loaded:
     return Loaded(rows, weight, tokens, bits, known, leaves)
 
 
-def _read_packed(group: h5py.Group, form: Form, index: Int[Tensor, " n"], examples: int) -> Packed:
-    starts, counts = index, torch.ones_like(index)
+def _read_packed(group: h5py.Group, form: Form, index: Int[np.ndarray, " n"], examples: int) -> Packed:
+    starts, counts = index, np.ones_like(index)
     if form.kind not in ("Materialized", "Sum"):
         all_starts, all_counts = read_offsets(group)
         if len(all_counts) != examples:
@@ -306,7 +310,7 @@ def _read_packed(group: h5py.Group, form: Form, index: Int[Tensor, " n"], exampl
 
 
 def _read_rows(
-    group: h5py.Group, described: Array, starts: Int[Tensor, " n"], counts: Int[Tensor, " n"]
+    group: h5py.Group, described: Array, starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]
 ) -> Tensor:
     rows = read_ranges(group, described.name, starts, counts)
     found = Array(described.name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))

@@ -15,13 +15,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,11 +29,11 @@ from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
 from attrax.core.leaves import Diagonal, Factorized
 from attrax.core.schema import Packed, Record, pack, packed_bytes
 from attrax.core.tree import block_rows
-from attrax.frontends.folder import clear, lock, lock_path, next_sequence, publish, shard_name
+from attrax.frontends.folder import clear, lock, next_sequence, publish, shard_name, unlock
 from attrax.frontends.h5types import TYPES
 from attrax.frontends.shards import write_shard
 
-Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[float] | Tensor]]
+Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[int | float] | Tensor]]
 KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -145,8 +145,11 @@ class Sink:
         Raises:
             ValueError: If the sink is closed or the block cannot be stored.
         """
-        if not self._open:
-            raise ValueError(f"store: the sink of '{self.path}' is closed. Open the store again to append.")
+        if not self._open or os.getpid() != self._process:
+            raise ValueError(
+                f"store: the sink of '{self.path}' is closed or belongs to another process. Open the store again to "
+                "append; every process opens it for itself."
+            )
         if not block_rows(block):
             return
         record = _record(block, self._options)
@@ -161,8 +164,12 @@ class Sink:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting as a shard; returns when it is on the disk."""
-        if not self._waiting:
+        """Write what is waiting as a shard; returns when it is on the disk.
+
+        Raises:
+            OSError: If it cannot be written; it keeps waiting.
+        """
+        if not self._waiting or os.getpid() != self._process:
             return
         header = {
             "attrax": _version(),
@@ -188,17 +195,17 @@ class Sink:
         self._waiting, self._bytes, self._examples = [], 0, 0
 
     def close(self) -> None:
-        """Write what is waiting and release the run; further calls do nothing."""
+        """Write what is waiting and release the run; further calls do nothing.
+
+        Raises:
+            OSError: If it cannot be written; the sink stays open.
+        """
         if not self._open or os.getpid() != self._process:
             return
-        try:
-            self.flush()
-        finally:
-            self._open = False
-            atexit.unregister(self.close)
-            with suppress(OSError):
-                lock_path(self.path, self.run, self.rank).unlink()
-            os.close(self._lock)
+        self.flush()
+        self._open = False
+        atexit.unregister(self.close)
+        unlock(self.path, self.run, self.rank, self._lock)
 
     def __enter__(self) -> "Sink":
         return self
@@ -305,16 +312,22 @@ def _check(name: str, packed: Packed) -> None:
 
 
 def _columns(examples: Examples, columns: Columns | None) -> dict[str, Tensor | tuple[str, ...]]:
-    found: dict[str, Tensor | tuple[str, ...]] = {}
-    for name, values in (columns(examples) if columns else {}).items():
-        texts = [v for v in values if isinstance(v, str)]
-        found[name] = tuple(texts) if texts else torch.as_tensor(values).cpu()
-        if len(found[name]) != len(examples) or (texts and len(texts) != len(values)):
+    found = {name: _column(values) for name, values in (columns(examples) if columns else {}).items()}
+    for name, values in found.items():
+        known = isinstance(values, tuple) or values.dtype in TYPES
+        if not known or len(values) != len(examples) or "\0" in name:
             raise ValueError(
-                f"store: column '{name}' holds {len(values)} values, {len(texts)} of them texts, for "
-                f"{len(examples)} examples; give one text or one number an example."
+                f"store: column {name!r} holds {len(values)} values for {len(examples)} examples; give one text or one "
+                "number an example."
             )
     return found
+
+
+def _column(values: Sequence[str] | Sequence[int | float] | Tensor) -> Tensor | tuple[str, ...]:
+    if isinstance(values, Tensor):
+        return values.cpu()
+    texts = tuple(v for v in values if isinstance(v, str))
+    return texts if len(texts) == len(values) else torch.from_numpy(np.asarray(values, np.float64))
 
 
 def _encodable(texts: Iterable[str]) -> None:

@@ -136,7 +136,7 @@ class Store:
 
     def steps(self) -> tuple[int, ...]:
         """Steps present, ascending."""
-        return tuple(np.unique(self.rows.step).tolist())
+        return self._steps
 
     def at(self, step: int) -> "Store":
         """The examples of one step.
@@ -218,13 +218,15 @@ class Store:
         Raises:
             KeyError: If a shard does not have it.
         """
-        for info in self.shards:
+        values: dict[int, Tensor | tuple[str, ...]] = {}
+        for s in np.unique(self.rows.shard).tolist():
+            info = self.shards[s]
             if name not in info.columns:
                 raise KeyError(f"column '{name}' is not in shard '{info.name}'; it has {list(info.columns)}.")
-        values = [read_column(self.path, info, name) for info in self.shards]
-        if all(isinstance(v, Tensor) for v in values):
-            return torch.stack([values[s][r] for s, r in zip(self.rows.shard, self.rows.row, strict=True)])
-        return tuple(values[s][r] for s, r in zip(self.rows.shard, self.rows.row, strict=True))
+            values[s] = read_column(self.path, info, name)
+        found = [values[s][r] for s, r in zip(self.rows.shard.tolist(), self.rows.row.tolist(), strict=True)]
+        numbers = [x for x in found if isinstance(x, Tensor)]
+        return torch.stack(numbers) if numbers else tuple(str(x) for x in found)
 
     def __repr__(self) -> str:
         return (
@@ -248,6 +250,10 @@ class Store:
         if self.rows.contested.any():
             lines.append("the runs hold the same examples at different parameters: open one with run=")
         return "\n".join(lines)
+
+    @cached_property
+    def _steps(self) -> tuple[int, ...]:
+        return tuple(np.unique(self.rows.step).tolist())
 
     @cached_property
     def _places(self) -> dict[str, list[int]]:

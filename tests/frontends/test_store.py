@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import h5py
 import numpy as np
@@ -48,7 +50,7 @@ def rows(rng, width, dtype=torch.float64, lengths=LENGTHS, padding=7):
     return x
 
 
-def every_kind(rng, dtype=torch.float64):
+def every_kind(rng, dtype=torch.float64) -> dict[str, Any]:
     """One leaf of every kind, four examples each."""
     ids = torch.randint(0, 9, (4, 7), generator=rng) * (rows(rng, 1, lengths=LENGTHS)[..., 0] != 0)
     both = (Part("q.weight", 2, "q.bias"), Part("k.weight", 3, "k.bias", transposed=True, head=True))
@@ -65,7 +67,7 @@ def every_kind(rng, dtype=torch.float64):
     }
 
 
-def make(leaves, ids="wxyz", **examples):
+def make(leaves, ids: Iterable[str] = "wxyz", **examples: Any) -> Any:
     return Block(GradTree(leaves), Examples(tuple(ids), **examples))
 
 
@@ -83,18 +85,22 @@ def assert_same(found, expected):
         assert not y.numel() or y.numel() == padded.numel() or not y[:, x.shape[1] :].any()
 
 
-def write(path, *blocks, **options):
+def write(path, *blocks, **options: Any) -> Any:
     with store(path, **options) as sink:
         for block in blocks:
             sink(block)
     return open_store(path)
 
 
-def read(source):
+def read(source) -> Any:
     return [
         Block(GradTree(leaves), examples)
         for examples, leaves in source.map(lambda name, leaf, examples: leaf)
     ]
+
+
+def open_shard(folder) -> Any:
+    return h5py.File(next(folder.glob("*.shard.h5")))
 
 
 def random_blocks(rng, sizes=(3, 2, 4), steps=None, dtype=torch.float64):
@@ -129,7 +135,7 @@ def test_special_values_of_bfloat16_keep_their_bits(tmp_path):
     assert torch.equal(
         open_.block(["x"]).grads["w"].w.view(torch.int16), SPECIAL.reshape(1, 8).view(torch.int16)
     )
-    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+    with open_shard(tmp_path) as file:
         plain = file["leaves/0/w"][0]
     assert plain.dtype == np.float32 and math.copysign(1, plain[1]) == -1
     assert np.array_equal(plain, SPECIAL.float().numpy(), equal_nan=True)
@@ -178,7 +184,7 @@ def test_a_leaf_recorded_in_two_forms_is_read_in_one(tmp_path, rng):
     open_ = write(tmp_path, *blocks)
     assert {form.kind for form in open_.leaves["w"]} == {"Factorized", "Materialized"}
     assert {type(block.grads["w"]) for block in read(open_)} == {Materialized}
-    joined = collect(open_)
+    joined: Any = collect(open_)
     assert joined.examples.ids == tuple("abcde")
     expected = torch.cat([materialize_leaf(block.grads["w"]).w for block in blocks])
     for found in (joined, *read(open_store(tmp_path, block_examples=9)), open_.block("abcde")):
@@ -210,7 +216,7 @@ def test_ids_and_names_are_text(tmp_path):
     open_ = write(tmp_path, make(ones, ids))
     assert open_.ids == tuple(ids) and list(open_.leaves) == names
     assert all(type(i) is str for i in open_.ids)
-    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+    with open_shard(tmp_path) as file:
         assert sorted(file["leaves"]) == ["0", "1", "2", "3", "4"]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".h5", ".json"]
 
@@ -218,7 +224,7 @@ def test_ids_and_names_are_text(tmp_path):
 def test_plain_h5py_reads_a_shard(tmp_path, rng):
     block = make(every_kind(rng, torch.float32), ["a", "", "ü", "b"], step=3, weight=torch.ones(4))
     write(tmp_path, block, keep_factored=True)
-    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+    with open_shard(tmp_path) as file:
         assert (file.attrs["format"], file.attrs["schema"]) == (b"attrax gradient shard", 1)
         data, ends = file["ids/utf8"][:].tobytes(), file["ids/offsets"][:]
         ids = [data[a:b].decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
@@ -234,7 +240,7 @@ def test_plain_h5py_reads_a_shard(tmp_path, rng):
 def test_padding_is_not_stored(tmp_path, rng):
     leaf = factorized("w", rows(rng, 64, padding=400), rows(rng, 64, padding=400))
     write(tmp_path, make({"w": leaf}), keep_factored=True)
-    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+    with open_shard(tmp_path) as file:
         assert file["leaves/0/a"].shape == (sum(LENGTHS), 64)
 
 
@@ -248,7 +254,7 @@ def test_chunks_and_checksums(tmp_path):
         make(leaves, map(str, range(4000))),
         make({"huge": materialized("huge", torch.zeros(1, 1500, 1500))}, "x"),
     )
-    with h5py.File(next(tmp_path.glob("*.shard.h5"))) as file:
+    with open_shard(tmp_path) as file:
         found = []
         file.visititems(lambda _, node: found.append(node) if isinstance(node, h5py.Dataset) else None)
         assert all(dataset.fletcher32 and dataset.chunks for dataset in found)
@@ -285,8 +291,21 @@ def test_later_writes_to_a_captured_tensor_do_not_show(tmp_path):
         sink(make({"w": materialized("w", w), "a": factorized("a", a, a.clone())}, "xy", weight=c))
         for x in (w, a, c):
             x.zero_()
-    found = open_store(tmp_path).block("xy")
+    found: Any = open_store(tmp_path).block("xy")
     assert found.grads["w"].w.all() and found.grads["a"].a.all() and found.examples.weight.all()
+
+
+def test_a_default_device_changes_nothing(tmp_path, rng):
+    block = make(every_kind(rng), weight=torch.ones(4), tokens=torch.ones(4, dtype=torch.int64))
+    torch.set_default_device("meta")
+    try:
+        (found,) = read(write(tmp_path, block, columns=lambda examples: {"n": [1, 2, 3, 4]}))
+        assert list(open_store(tmp_path).column("n")) == [1, 2, 3, 4]
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found.examples.weight, torch.ones(4))
+    for name, leaf in block.grads.items():
+        assert torch.allclose(materialize_leaf(found.grads[name]).w, materialize_leaf(leaf).w)
 
 
 def test_blocks_without_examples_leave_no_trace(tmp_path):
@@ -343,7 +362,7 @@ def test_kronecker_statistics_and_ekfac_from_a_store(tmp_path, rng):
     assert torch.allclose(ekfac(train, Blocks(queries), damping=0.1).values, expected.values, rtol=1e-8)
     rebatched = open_store(tmp_path, block_examples=4)
 
-    def reduce(state, leaf):
+    def reduce(state, leaf) -> Any:
         return (
             None
             if isinstance(leaf, Diagonal)
@@ -469,7 +488,14 @@ def test_what_cannot_be_stored(tmp_path):
                 sink(block)
     with pytest.raises(ValueError, match="closed"):
         sink(make({"w": leaf}, "a"))
-    for options in ({"run": "../x"}, {"run": ".x"}, {"rank": -1}, {"shard_bytes": 0}, {"shard_examples": 0}):
+    refused: list[dict[str, Any]] = [
+        {"run": "../x"},
+        {"run": ".x"},
+        {"rank": -1},
+        {"shard_bytes": 0},
+        {"shard_examples": 0},
+    ]
+    for options in refused:
         with pytest.raises(ValueError, match="store:"):
             store(tmp_path, **options)
     (tmp_path / "file").write_text("")

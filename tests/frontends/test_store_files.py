@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from typing import Any
 
 import h5py
 import numpy as np
@@ -52,6 +53,10 @@ def content(folder):
     return found
 
 
+def opened(shard) -> Any:
+    return h5py.File(shard)
+
+
 def problem_with(folder, expected):
     """Why the store cannot be read; None if it reads as it should."""
     try:
@@ -87,7 +92,7 @@ def test_a_flipped_bit_anywhere_is_found(shard):
 )
 def test_a_flipped_bit_in_an_array_names_the_leaf(shard, array):
     expected = open_store(shard.parent)
-    with h5py.File(shard) as file:
+    with opened(shard) as file:
         place = file[array].id.get_chunk_info(0).byte_offset
         name = file["leaves"][array.split("/")[1]].attrs["name"].decode() if "/" in array else "weights"
     damaged = bytearray(shard.read_bytes())
@@ -118,6 +123,13 @@ def test_the_other_shards_can_be_used_without_a_damaged_one(shard):
         open_store(shard.parent)
     shard.rename(shard.parent / "damaged")
     assert open_store(shard.parent).ids == ("other",)
+
+
+def test_a_shard_that_was_taken_away_after_opening_is_named(shard):
+    open_ = open_store(shard.parent)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name}' is gone.*Open the store again"):
+        open_.block(["a"])
 
 
 def test_the_index_is_only_a_cache(shard, monkeypatch):
