@@ -33,6 +33,7 @@ class Rule:
         match: The module class, or a regular expression its class name must match in full.
         factorize: The rule.
         shares_input: Whether `a` is the layer's input unchanged, so that layers fed by one tensor can be stacked.
+        parameters: Attributes the rule may return a leaf for; others of the layer are not captured.
         refuse: ``module -> reason`` for configurations the rule does not cover, else None.
     """
 
@@ -40,6 +41,7 @@ class Rule:
     match: type[nn.Module] | str
     factorize: Factorize
     shares_input: bool = False
+    parameters: tuple[str, ...] = ("weight", "bias")
     refuse: Callable[[nn.Module], str | None] = lambda module: None
 
 
@@ -129,17 +131,31 @@ def scaled_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
 def _refuse_embedding(module: nn.Module) -> str | None:
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq divides by counts of the whole batch; per-example gradients are undefined"
+    if type(module).forward is not nn.Embedding.forward:
+        return f"{type(module).__name__} computes the ids it looks up, which the rule does not see"
     return None
 
 
+def _refuse_conv1d(module: nn.Module) -> str | None:
+    weight = getattr(module, "weight", None)
+    return None if isinstance(weight, Tensor) and weight.ndim == 2 else "not a matrix product x W + b"
+
+
+def _refuse_attention(module: nn.Module) -> str | None:
+    return "MultiheadAttention uses its output projection without calling it"
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "Linear (in MultiheadAttention)", "NonDynamicallyQuantizableLinear", linear, refuse=_refuse_attention
+    ),
     Rule("Linear", nn.Linear, linear, shares_input=True),
-    Rule("Conv1D (Hugging Face)", "Conv1D", transposed_linear, shares_input=True),
-    Rule("Embedding", nn.Embedding, embedding, refuse=_refuse_embedding),
-    Rule("Embedding (scaled)", r".*ScaledWordEmbedding", scaled_embedding),
+    Rule("Conv1D (Hugging Face)", "Conv1D", transposed_linear, shares_input=True, refuse=_refuse_conv1d),
+    Rule("Embedding (scaled)", r".*ScaledWordEmbedding", scaled_embedding, parameters=("weight",)),
+    Rule("Embedding", nn.Embedding, embedding, parameters=("weight",), refuse=_refuse_embedding),
     Rule("LayerNorm", nn.LayerNorm, layer_norm),
-    Rule("RMSNorm", nn.RMSNorm, rms_norm),
-    Rule("RMSNorm", r"(?!.*Gated).*RMSNorm|T5LayerNorm", scaled_norm),
+    Rule("RMSNorm", nn.RMSNorm, rms_norm, parameters=("weight",)),
+    Rule("RMSNorm", r"(?!.*Gated).*RMSNorm|T5LayerNorm", scaled_norm, parameters=("weight",)),
 )
 
 

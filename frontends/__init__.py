@@ -1,18 +1,18 @@
-"""Everything stateful: models, training loops, files, data.  Front-ends feed sources to methods and write their results."""
+"""Everything stateful: models, training loops, files, data.  They feed sources to methods and write their results."""
 
 from attrax.frontends.capture import Capture as Capture
 from attrax.frontends.capture import StepEvent as StepEvent
 from attrax.frontends.capture import capture as capture
-from attrax.frontends.capture import probe as probe
 from attrax.frontends.coverage import Coverage as Coverage
 from attrax.frontends.data import batches as batches
 from attrax.frontends.data import encode as encode
+from attrax.frontends.data import read_examples as read_examples
 from attrax.frontends.functional import functional as functional
 from attrax.frontends.hardware import measure_hardware as measure_hardware
 from attrax.frontends.live import live as live
 from attrax.frontends.losses import causal_lm as causal_lm
 from attrax.frontends.losses import classification as classification
-from attrax.frontends.data import read_examples as read_examples
+from attrax.frontends.probe import probe as probe
 from attrax.frontends.states import load_state as load_state
 from attrax.frontends.states import save_state as save_state
 from attrax.frontends.store import Store as Store

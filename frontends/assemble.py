@@ -131,5 +131,3 @@ def _stack(leaves: dict[str, Leaf], uses: Mapping[str, Sequence[tuple[Piece, str
         g = torch.cat([leaf.g for leaf in members], -1)
         stacked[names[0]] = replace(members[0], g=g, parts=tuple(p for leaf in members for p in leaf.parts))
     return stacked
-
-

@@ -3,7 +3,7 @@
     with attrax.capture(model, sinks=[attrax.store("grads/")]):
         trainer.train()
 
-The end of a step is found by itself: every backward through the model makes one block, blocks wait for the optimizer
+The end of a step is found by itself: every backward that adds to `.grad` makes one block, blocks wait for the optimizer
 step that consumes them (its learning rate is recorded), and go to *sinks* (functions of a block).  *Callbacks* are
 functions of a `StepEvent`, called before the optimizer moves the parameters.  Training is unchanged bit for bit, and
 leaving the context leaves no trace on the model.
@@ -11,7 +11,7 @@ leaving the context leaves no trace on the model.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,46 +19,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from attrax.core import (
-    Block,
-    Examples,
-    GradTree,
-    Leaf,
-    Transform,
-    aggregate,
-    content_ids,
-    fingerprint,
-    stored,
-    take,
-)
+from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
-from attrax.core.leaves import dtype_of
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
-from attrax.frontends.live import Live, nonfinite_examples
-from attrax.frontends.losses import Loss, causal_lm
-from attrax.frontends.normalization import (
-    Declared,
-    check_declared,
-    declared_weights,
-    detect,
-    own_weights,
-    tap_loss,
-)
-from attrax.frontends.tape import Pass, Tape
-from attrax.frontends.verify import largest_entry, mismatch, raise_on
+from attrax.frontends.live import is_coupled
+from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.passes import Pass
+from attrax.frontends.rows import POSITIONAL, nonfinite_examples
+from attrax.frontends.steps import Discards, Steps
+from attrax.frontends.sums import GradientSums, fresh_parameters
+from attrax.frontends.tape import Tape
 
 Sink = Callable[[Block], object]
+Ids = Callable[[Mapping[str, Any]], Sequence[str]]
 _PATIENCE = 64
 
 
 @dataclass(frozen=True, eq=False)
 class StepEvent:
-    """What a callback sees: the state of training right before the optimizer moves the parameters.
+    """What a callback sees: the state of training right before an optimizer moves the parameters.
 
     Attributes:
-        step: Number of optimizer steps taken so far.
-        blocks: Blocks captured for this step.
-        learning_rate: Learning rate of the step, None if parameter groups differ.
+        step: Number of steps completed so far.
+        blocks: Blocks captured for this step; none yet where the loop runs inside ``optimizer.step(closure)``.
+        learning_rate: Learning rate of the optimizer, None if the captured parameters have several.
         model: The model.
         optimizer: The optimizer about to step.
         capture: The running capture (selection, transform, `paused()`).
@@ -76,7 +60,6 @@ class Capture:
     """A running capture; made by `capture`, used as a context manager.
 
     Attributes:
-        coverage: Which parameters are captured, by which rule, and which are not and why.
         skipped: (example id, reason) of examples left out.
         unreached: Paths of layers whose call received no gradient in some backward.
     """
@@ -88,43 +71,50 @@ class Capture:
         sinks: Sequence[Sink],
         callbacks: Sequence[Callable[[StepEvent], object]],
         transform: Transform | None,
-        selection: Selection,
+        reselect: Callable[[], Selection],
         loss: Declared | None,
-        ids: Callable[[Mapping[str, Any]], Sequence[str]] | None,
+        ids: Ids | None,
         on_nonfinite: Literal["skip", "raise"],
         verify: bool,
     ) -> None:
-        self.model, self.selection, self.transform = model, selection, transform
+        self.model, self.transform, self.selection = model, transform, reselect()
         self.sinks, self.callbacks = tuple(sinks), tuple(callbacks)
         self.skipped: list[tuple[str, str]] = []
         self.unreached: set[str] = set()
-        self._loss, self._ids, self._on_nonfinite, self._verify = loss, ids, on_nonfinite, verify
-        self._wanted = {c.parameter for c in selection.coverage.captured}
-        self._step, self._micro, self._stepped = 0, 0, False
+        self._reselect, self._ids, self._on_nonfinite = reselect, ids, on_nonfinite
+        self._normalization = Normalization(loss)
+        self._wanted = {c.parameter for c in self.coverage.captured}
+        self._known = self._wanted | {gap.parameter for gap in self.coverage.gaps}
+        self._steps, self._discards = Steps(model, self._wanted), Discards()
         self._pending: list[Block] = []
-        self._mark: str | None = None
-        self._kind: str | None | Literal["unknown"] = "unknown"
-        self._sums: dict[str, Tensor] | None = {} if verify else None
+        self._discarded: list[Block] = []
+        self._begun = False
+        self._sums = GradientSums() if verify else None
         self._stack = contextlib.ExitStack()
-        self._tape = Tape(model, selection.layers, self._deliver, self._finish, self._open, self._close_pass)
+        self._tape = Tape(
+            model,
+            self.selection.layers,
+            self._deliver,
+            finish=self._finish,
+            start=self._start,
+            open_pass=self._open,
+            close_pass=lambda run, output: tap_loss(output, run.notes),
+        )
 
     @property
     def coverage(self) -> Coverage:
-        """Coverage of the selection."""
+        """Which parameters are captured, by which rule, and which are not and why."""
         return self.selection.coverage
 
     def __enter__(self) -> "Capture":
         self._stack.enter_context(self._tape.attached(self._wanted))
-        for register, hook in (
-            (register_optimizer_step_pre_hook, self._before_step),
-            (register_optimizer_step_post_hook, self._after_step),
-        ):
-            self._stack.callback(register(hook).remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-        self._flush(None)
+        self._flush(self._steps.rate())
         for sink in self.sinks:
             close = getattr(sink, "close", None)
             if callable(close):
@@ -136,79 +126,67 @@ class Capture:
         with self._tape.paused():
             yield
 
-    # One backward: open -> deliver (leaf by leaf) -> finish.
+    # One backward: start -> deliver (leaf by leaf) -> finish.
 
-    def _open(self, module: nn.Module, run: Pass) -> None:
-        if self._sums is not None and not self._sums:
-            fresh = [n for n, p in self.model.named_parameters() if p.grad is None or not bool(p.grad.any())]
-            run.notes["fresh"] = set(fresh)
+    def _open(self, run: Pass) -> None:
+        if self._sums is not None:
+            run.notes["fresh"] = fresh_parameters(self.model)
 
-    def _close_pass(self, run: Pass, output: Any) -> Any:
-        return tap_loss(output, run.notes) if run.rooted else output
+    def _start(self) -> None:
+        self._begun = True
+        if self._steps.over or self._steps.by_hand():
+            self._end_step()
+        elif self._discards.happened(self._steps.parameters()):
+            self._discarded, self._pending = self._discarded + self._pending, []
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
-        if "leaves" not in run.notes:
-            run.notes["examples"] = self._examples(run)
-            run.notes["leaves"], run.notes["bad"] = {}, {}
-        run.notes["bad"][name] = nonfinite_examples(leaf)
+        if not run.found:
+            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}}
+        run.found["bad"][name] = nonfinite_examples(leaf)
         if self._sums is not None:
-            for parameter, total in stored(aggregate(GradTree({name: leaf}))).items():
-                run.notes.setdefault("dtypes", {})[parameter] = dtype_of(leaf)
-                self._sums[parameter] = self._sums.get(parameter, 0) + total[0]
+            self._sums.add(name, leaf)
         changed = leaf if self.transform is None else self.transform(name, leaf)
         if changed is not None:
-            run.notes["leaves"][name] = changed
+            run.found["leaves"][name] = changed
 
     def _examples(self, run: Pass) -> Examples:
-        tensors = {k: v for k, v in run.inputs.items() if isinstance(v, Tensor) and v.ndim > 0}
         rows = run.rows or 0
-        batched = {k: v for k, v in tensors.items() if v.shape[0] == rows}
-        ids = self._ids(run.inputs) if self._ids else content_ids(batched, mask=tensors.get("attention_mask"))
+        ids = self._ids(run.inputs) if self._ids else self._content_ids(run)
         if len(ids) != rows:
-            raise ValueError(f"capture: ids= returned {len(ids)} ids for a batch of {rows} examples.")
-        if self._mark is None:
-            self._mark = fingerprint(dict(self.model.named_parameters()) | dict(self.model.named_buffers()))
-        if self._kind == "unknown":
-            self._kind = detect(run.notes, run.inputs)
-        run.notes.pop("logits", None)
-        if "scale" in run.notes and self._kind is not None and self._loss is None:
-            weight, tokens = own_weights(run.notes, run.inputs, self._kind)
-        else:
-            weight, tokens = declared_weights(self._loss, run.notes, run.inputs, rows)
-        self._micro += 1
-        return Examples(tuple(map(str, ids)), self._step, self._micro - 1, weight, tokens, self._mark)
+            raise ValueError(
+                f"capture: got {len(ids)} ids for a batch of {rows} examples; ids= gives one an example."
+            )
+        weight, tokens = self._normalization.weights(run.notes, run.inputs, rows)
+        self._steps.micro += 1
+        mark = self._steps.mark()
+        return Examples(tuple(map(str, ids)), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
+
+    def _content_ids(self, run: Pass) -> Sequence[str]:
+        named = {
+            k: v
+            for k, v in run.inputs.items()
+            if v.ndim > 0 and v.shape[0] == run.rows and k not in POSITIONAL
+        }
+        if not named or run.derived:
+            why = "depend on parameters outside of it" if run.derived else "hold no tensor with a batch axis"
+            raise ValueError(
+                f"capture: the inputs of the call that opened this forward pass {why}, so their content does not "
+                "identify examples. Pass ids=, a function of the inputs that returns one id an example."
+            )
+        return content_ids(named, mask=run.inputs.get("attention_mask"))
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
-        if self._sums:
-            self._check_sums(runs)
+        self._discards.remember(self._steps.parameters())
+        fresh = [run.notes.get("fresh", set()) for run in runs]
+        if self._sums is not None and self._sums.check(self.model, self._wanted, fresh):
+            self._sums = None
         for run in runs:
-            if "leaves" not in run.notes:
-                continue
-            notes = {k: run.notes.pop(k) for k in ("leaves", "bad", "examples")}
-            block = Block(GradTree(notes["leaves"]), notes["examples"])
-            self._pending.append(self._without_nonfinite(block, notes["bad"]))
-        if not self._stepped and len(self._pending) > _PATIENCE:
+            if run.found:
+                block = Block(GradTree(run.found["leaves"]), run.found["examples"])
+                self._pending.append(self._without_nonfinite(block, run.found["bad"]))
+        if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._flush(None)
-
-    def _check_sums(self, runs: list[Pass]) -> None:
-        """Once: the captured gradients of a backward must add up to what it put into `.grad`."""
-        sums, self._sums = self._sums or {}, None
-        fresh = set.intersection(*(run.notes.get("fresh", set()) for run in runs))
-        errors: dict[str, str] = {}
-        largest = largest_entry(p.grad for p in self.model.parameters())
-        for n, p in self.model.named_parameters():
-            if n not in self._wanted or n not in fresh or not p.requires_grad:
-                continue
-            found = sums.get(n)
-            dtypes = [run.notes.get("dtypes", {}).get(n, p.dtype) for run in runs]
-            if found is None:
-                if p.grad is not None and bool(p.grad.any()):
-                    errors[n] = "has a gradient but its layer was never captured"
-                continue
-            lowest = max(dtypes, key=lambda d: torch.finfo(d).eps)
-            errors.update(mismatch(n, found, p.grad, largest=largest, dtype=lowest))
-        raise_on(errors)
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
         flags = torch.stack(list(bad.values())).cpu()
@@ -224,7 +202,7 @@ class Capture:
         self.skipped += [(name, f"non-finite gradient at step {examples.step}") for name in named]
         keep = ~flags.any(0)
         return Block(
-            block.grads.map(lambda _, leaf: take(leaf, keep)),
+            block.grads.map(lambda _, leaf: take(leaf, keep.to(flags.device))),
             replace(
                 examples,
                 ids=tuple(i for i, k in zip(examples.ids, keep.tolist(), strict=True) if k),
@@ -233,34 +211,73 @@ class Capture:
             ),
         )
 
-    # One optimizer step.
-
-    def _ours(self, optimizer: torch.optim.Optimizer) -> list[float]:
-        mine = {id(p) for p in self.model.parameters()}
-        return [float(g["lr"]) for g in optimizer.param_groups if any(id(p) in mine for p in g["params"])]
+    # One step: its backwards, then the optimizers that use their gradients.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        rates = self._ours(optimizer)
+        rates = self._steps.rates(optimizer)
         if not rates:
             return
-        rate = rates[0] if len(set(rates)) == 1 else None
-        self._stepped = True
-        blocks = self._flush(rate)
-        event = StepEvent(self._step, blocks, rate, self.model, optimizer, self)
+        if self._steps.stepped(optimizer):
+            self._end_step()
+        self._check_captured()
+        self._check_selection()
+        rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
+        blocks = tuple(_with_rate(block, rate) for block in self._pending)
+        event = StepEvent(self._steps.step, blocks, rate, self.model, optimizer, self)
         for callback in self.callbacks:
             callback(event)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._ours(optimizer):
-            self._step, self._micro, self._mark = self._step + 1, 0, None
+        rates = self._steps.rates(optimizer)
+        if not rates:
+            return
+        self._discards.forget()
+        if self._steps.moved(optimizer, rates):
+            self._flush(self._steps.rate())
 
-    def _flush(self, rate: float | None) -> tuple[Block, ...]:
-        blocks = tuple(replace(b, examples=replace(b.examples, learning_rate=rate)) for b in self._pending)
-        self._pending = []
+    def _end_step(self) -> None:
+        self._flush(self._steps.rate())
+        self._steps.advance()
+
+    def _flush(self, rate: float | None) -> None:
+        unused = 0.0 if self._steps.seen else None
+        blocks = [_with_rate(b, unused) for b in self._discarded] + [
+            _with_rate(b, rate) for b in self._pending
+        ]
+        self._pending, self._discarded = [], []
         for block in blocks:
             for sink in self.sinks:
                 sink(block)
-        return blocks
+
+    def _check_captured(self) -> None:
+        """An optimizer is about to use gradients none of which were seen: the hooks do not fire."""
+        if self._begun or not any(p.grad is not None for p in self._steps.parameters().values()):
+            return
+        layers = [path for path, _, _ in self.selection.layers if path not in self._tape.seen]
+        raise RuntimeError(
+            f"capture: an optimizer steps on gradients that were not captured. Layers never called: {layers[:5]}. Was "
+            "the model compiled before, is another copy of it trained, does a parent call layer.forward(), or were the "
+            "gradients made by torch.autograd.grad?"
+        )
+
+    def _check_selection(self) -> None:
+        """A parameter that became trainable after the capture began would be missing."""
+        new = {
+            n for n, p in self.model.named_parameters() if p.grad is not None and p.requires_grad
+        } - self._known
+        if not new:
+            return
+        found = {c.parameter for c in self._reselect().coverage.captured} & new
+        if found:
+            raise RuntimeError(
+                f"capture: parameters became trainable after the capture began, e.g. {sorted(found)[:3]}. Enter a new "
+                "capture after changing requires_grad, or exclude their layers."
+            )
+        self._known |= new
+
+
+def _with_rate(block: Block, rate: float | None) -> Block:
+    return replace(block, examples=replace(block.examples, learning_rate=rate))
 
 
 def capture(
@@ -273,7 +290,7 @@ def capture(
     exclude: Selector | None = None,
     rules: Sequence[Rule] = RULES,
     loss: Declared | None = None,
-    ids: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
+    ids: Ids | None = None,
     strict: bool = False,
     on_nonfinite: Literal["skip", "raise"] = "skip",
     verify: bool = True,
@@ -285,7 +302,7 @@ def capture(
         sinks: Functions of a `Block`: a list's `append`, `attrax.store(path)`, your own.  Closed on exit if they can.
         callbacks: Functions of a `StepEvent`, called right before each optimizer step; see `probe`.
         transform: ``(name, leaf) -> leaf``, run inside the backward hooks (e.g. `attrax.projected`).
-        include: Only these layers: regular expression on the module path, module type(s), or ``(name, module) -> bool``.
+        include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Not these layers.
         rules: Layer rules.
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
@@ -310,17 +327,20 @@ def capture(
     >>> len(blocks[0].examples), list(blocks[0].grads)
     (3, ['weight'])
     """
-    check_declared(loss)
     if on_nonfinite not in ("skip", "raise"):
         raise ValueError(f"capture: on_nonfinite: got {on_nonfinite!r}; expected 'skip' or 'raise'.")
     _check_compiled(model)
     _check_coupled(model)
+
+    def reselect() -> Selection:
+        return select(model, include=include, exclude=exclude, rules=rules, strict=strict)
+
     return Capture(
         model,
         sinks=sinks,
         callbacks=callbacks,
         transform=transform,
-        selection=select(model, include=include, exclude=exclude, rules=rules, strict=strict),
+        reselect=reselect,
         loss=loss,
         ids=ids,
         on_nonfinite=on_nonfinite,
@@ -340,62 +360,9 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_coupled(model: nn.Module) -> None:
-    coupled = [n for n, m in model.named_modules() if m.training and isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    coupled = [n for n, m in model.named_modules() if is_coupled(m)]
     if coupled:
         raise ValueError(
-            f"capture: '{coupled[0]}' is a BatchNorm in training mode: its examples depend on each other, so there is "
-            "no per-example gradient. Put it in eval mode (frozen statistics)."
+            f"capture: '{coupled[0]}' is a BatchNorm with batch statistics: its examples depend on each other, so "
+            "there is no per-example gradient. Put it in eval mode (frozen statistics)."
         )
-
-
-def probe(
-    data: Iterable[Mapping[str, Any]],
-    sink: Sink,
-    loss: Loss | None = None,
-    *,
-    when: Callable[[int], bool] = lambda step: True,
-) -> Callable[[StepEvent], None]:
-    """Callback that records query gradients during training, at the parameters of each step (what TracIn needs).
-
-    Args:
-        data: Batches of queries, re-iterable; as for `attrax.live`.
-        sink: Where the query blocks go.
-        loss: Query loss, ``(model, batch) -> [B]``; `causal_lm` by default.
-        when: ``step -> bool``, which steps to record at; all of them by default.
-
-    Returns:
-        A callback for `capture`; queries pass through the capture's selection and transform, in eval mode.
-    """
-    checked: list[bool] = []
-
-    def run(event: StepEvent) -> None:
-        if not when(event.step):
-            return
-        source = Live(
-            event.model,
-            data,
-            loss or causal_lm(),
-            event.capture.selection,
-            frozenset(c.parameter for c in event.capture.coverage.captured),
-            verify=not checked,
-        )
-        checked.append(True)
-        change = event.capture.transform or (lambda _, leaf: leaf)
-        with event.capture.paused(), evaluating(event.model):
-            for examples, leaves in source.map(lambda name, leaf, _: change(name, leaf)):
-                tree = GradTree({n: leaf for n, leaf in leaves.items() if leaf is not None})
-                sink(Block(tree, replace(examples, step=event.step, learning_rate=event.learning_rate)))
-
-    return run
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the context, each module's own mode after it."""
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -1,4 +1,8 @@
-"""Which parameters are captured, by which rule, and which are not and why: decided before anything runs."""
+"""Which parameters are captured, by which rule, and which are not and why: decided before anything runs.
+
+A parameter that several layers share is captured only if all of them are: part of its gradient would be a gradient of
+nothing.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -47,10 +51,16 @@ class Coverage:
         rules: dict[str, list[int]] = {}
         for c in self.captured:
             rules.setdefault(c.rule, []).append(c.entries)
-        lines = [f"captured {self.share:.1%} of trainable parameters ({sum(c.entries for c in self.captured):,})"]
-        lines += [f"  {rule}: {len(sizes)} parameters, {sum(sizes):,} entries" for rule, sizes in rules.items()]
+        lines = [
+            f"captured {self.share:.1%} of trainable parameters ({sum(c.entries for c in self.captured):,})"
+        ]
+        lines += [
+            f"  {rule}: {len(sizes)} parameters, {sum(sizes):,} entries" for rule, sizes in rules.items()
+        ]
         if self.gaps:
-            lines.append(f"not captured: {len(self.gaps)} parameters, {sum(g.entries for g in self.gaps):,} entries")
+            lines.append(
+                f"not captured: {len(self.gaps)} parameters, {sum(g.entries for g in self.gaps):,} entries"
+            )
             lines += [f"  {gap.parameter}: {gap.reason}" for gap in self.gaps]
         return "\n".join(lines)
 
@@ -99,24 +109,23 @@ def select(
     """
     layers: list[tuple[str, nn.Module, Rule]] = []
     captured: dict[str, Captured] = {}
-    reasons: dict[str, str] = {}
+    gaps: dict[str, Gap] = {}
     names = {id(p): n for n, p in model.named_parameters()}
     for path, module in model.named_modules():
-        own = [(a, p) for a, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if not own:
-            continue
-        rule = find_rule(module, rules)
+        own = {a: p for a, p in module.named_parameters(recurse=False) if p.requires_grad}
+        rule = find_rule(module, rules) if own else None
         reason = _reason(path, module, rule, include, exclude)
-        if reason is None and rule is not None:
+        covered = [a for a in own if rule is not None and reason is None and a in rule.parameters]
+        for attribute, p in own.items():
+            name = names[id(p)]
+            if rule is not None and attribute in covered:
+                captured[name] = Captured(name, rule.name, p.numel())
+                continue
+            why = reason or f"the rule for {type(module).__name__} does not cover '{attribute}'"
+            gaps[name] = Gap(name, f"{why} ('{path}.{attribute}')", p.numel())
+        if rule is not None and covered:
             layers.append((path, module, rule))
-            for _, p in own:
-                captured[names[id(p)]] = Captured(names[id(p)], rule.name, p.numel())
-            continue
-        for attribute, p in own:
-            reasons[names[id(p)]] = f"{reason} ('{path}.{attribute}')"
-    sizes = {n: p.numel() for n, p in model.named_parameters()}
-    gaps = tuple(Gap(n, r, sizes[n]) for n, r in reasons.items() if n not in captured)
-    coverage = Coverage(tuple(captured.values()), gaps)
+    coverage = Coverage(tuple(c for n, c in captured.items() if n not in gaps), tuple(gaps.values()))
     _check(model, coverage, strict)
     return Selection(tuple(layers), coverage)
 
@@ -136,11 +145,14 @@ def _reason(
 def _check(model: nn.Module, coverage: Coverage, strict: bool) -> None:
     if not coverage.captured:
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-        found = f"trainable parameters: {trainable[:3]} …" if trainable else "no parameter has requires_grad=True"
+        found = (
+            f"trainable parameters: {trainable[:3]} …" if trainable else "no parameter has requires_grad=True"
+        )
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
             f"capture: no layer is selected ({found}; module types: {kinds[:12]}). "
-            "Check include/exclude against model.named_modules(), or call model.requires_grad_(True)."
+            "Check include/exclude against model.named_modules(), or call model.requires_grad_(True). A weight that "
+            "two layers share is captured only if both are selected."
         )
     if strict and coverage.gaps:
         raise ValueError(f"capture: strict=True and some trainable parameters have no rule.\n{coverage}")

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from attrax.core import Examples, fingerprint, materialized
+from attrax.core import Examples, materialized
 from attrax.core.source import Visit
-from attrax.frontends.live import check_mode, pick, with_ids
+from attrax.frontends.fingerprints import Fingerprints
+from attrax.frontends.live import check_mode
 from attrax.frontends.losses import Loss
+from attrax.frontends.rows import pick, with_ids
 
 T = TypeVar("T")
 
@@ -37,13 +39,16 @@ class Functional:
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `attrax.core.source.Source.map`; leaves are Materialized, in the parameters' stored layout."""
         check_mode(self.model)
-        mark = fingerprint(dict(self.model.named_parameters()) | dict(self.model.named_buffers()))
+        marks = Fingerprints(self.model)
         for raw in self.data:
             batch = with_ids(raw)
             tokens = getattr(self.loss, "tokens", None)
             B = len(batch["example_ids"])
+            if not B:
+                continue
+            counts = tokens(batch).cpu() if tokens else None
             weight = torch.ones(B, dtype=torch.float64)
-            examples = Examples(batch["example_ids"], 0, 0, weight, tokens(batch).cpu() if tokens else None, mark)
+            examples = Examples(batch["example_ids"], 0, 0, weight, counts, marks.now())
             grads = self._vmapped(batch) if self.how == "vmap" else self._looped(batch)
             yield examples, {n: visit(n, materialized(n, w), examples) for n, w in grads.items()}
 
@@ -78,7 +83,9 @@ class _Bound(nn.Module):
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        object.__setattr__(self, "_call", lambda *args, **kwargs: functional_call(model, parameters, args, kwargs))
+        object.__setattr__(
+            self, "_call", lambda *args, **kwargs: functional_call(model, parameters, args, kwargs)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)  # type: ignore[operator]

@@ -9,23 +9,24 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Examples, Leaf, Materialized, content_ids, fingerprint
-from attrax.core.algebra import wide
+from attrax.core import Examples, Leaf
 from attrax.core.factorization import RULES, Rule
 from attrax.core.source import Visit
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
+from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss, causal_lm
+from attrax.frontends.passes import Pass
 from attrax.frontends.progress import tracked
-from attrax.frontends.tape import Pass, Tape
+from attrax.frontends.rows import Batch, nonfinite_examples, pick, with_ids
+from attrax.frontends.tape import Tape
 from attrax.frontends.verify import verify_gradients
 
 T = TypeVar("T")
-Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class Live:
     progress: str | None = None
     verify: bool = True
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    verified: set[str] = field(default_factory=set)
 
     @property
     def coverage(self) -> Coverage:
@@ -64,27 +66,29 @@ class Live:
                 "live: this loss has no sampled(seed); use causal_lm() or classification(), give your loss that "
                 "method, or fit with fisher='empirical'."
             )
-        return replace(self, loss=sampled(seed), verify=False)
+        return replace(self, loss=sampled(seed))
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `attrax.core.source.Source.map`; `visit` runs inside the backward hooks."""
         check_mode(self.model)
-        mark = fingerprint(dict(self.model.named_parameters()) | dict(self.model.named_buffers()))
-        pending = self.verify
+        marks = Fingerprints(self.model)
         for batch in tracked(self.data, self.progress):
             kept = self._finite(with_ids(batch))
-            if kept is None or not kept["example_ids"]:
+            if not kept["example_ids"]:
                 continue
-            if pending:
-                verify_gradients(self, first_example(kept))
-                pending = False
+            mark = marks.now()
+            if self.verify and mark not in self.verified and verify_gradients(self, kept):
+                self.verified.add(mark)
             yield self.run(kept, visit, mark)
 
     def run(self, batch: Batch, visit: Visit[T], mark: str) -> tuple[Examples, dict[str, T]]:
         """Forward and backward of one batch; `visit` sees every leaf."""
+        B = len(batch["example_ids"])
         tokens = getattr(self.loss, "tokens", None)
-        weight = torch.ones(len(batch["example_ids"]), dtype=torch.float64)
-        examples = Examples(tuple(batch["example_ids"]), 0, 0, weight, tokens(batch).cpu() if tokens else None, mark)
+        counts = tokens(batch).cpu() if tokens else None
+        examples = Examples(
+            tuple(batch["example_ids"]), 0, 0, torch.ones(B, dtype=torch.float64), counts, mark
+        )
         values: dict[str, T] = {}
         bad: dict[str, Tensor] = {}
 
@@ -92,29 +96,25 @@ class Live:
             bad[name] = nonfinite_examples(leaf)
             values[name] = visit(name, leaf, examples)
 
-        tape = Tape(self.model, self.selection.layers, deliver, lambda runs, missed: None)
+        tape = Tape(self.model, self.selection.layers, deliver)
         with running(self.model, tape, self.wanted):
-            losses = self.loss(self.model, batch)
-            if losses.shape != (len(batch["example_ids"]),):
-                raise ValueError(
-                    f"live: the loss returned shape {tuple(losses.shape)} for {len(batch['ids'])} examples; expected "
-                    "one summed loss per example, [B]."
-                )
-            losses.sum().backward()
-        _check_leaves(bad, examples, values)
+            with tape.spanning(B):
+                losses = self.loss(self.model, batch)
+            _check_losses(losses, B, tape.seen)
+            tape.differentiate(losses.sum())
+        _check_leaves(bad, examples)
         return examples, values
 
-    def _finite(self, batch: Batch) -> Batch | None:
-        """The batch without examples whose loss is not finite, or an error that names them."""
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            losses = self.loss(self.model, batch) if self.on_nonfinite == "skip" else None
-        if losses is None or bool(torch.isfinite(losses).all()):
+    def _finite(self, batch: Batch) -> Batch:
+        """The batch, without examples whose loss is not finite if these are to be skipped."""
+        if self.on_nonfinite == "raise":
             return batch
-        keep = torch.isfinite(losses).cpu()
+        with set_aside(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            keep = torch.isfinite(self.loss(self.model, batch)).cpu()
         for name, fine in zip(batch["example_ids"], keep.tolist(), strict=True):
             if not fine:
                 self.skipped.append((name, "non-finite loss"))
-        return pick(batch, keep)
+        return batch if bool(keep.all()) else pick(batch, keep)
 
 
 def live(
@@ -135,10 +135,10 @@ def live(
     Args:
         model: The model, in eval mode (dropout and batch statistics make per-example gradients undefined).  It is
             left as it was: parameters, `.grad`, `requires_grad`, hooks, random state, train/eval mode.
-        data: Batches, a re-iterable of mappings passed to `loss`.  Tensors whose first axis is the batch; ``example_ids``
-            may hold their ids (strings), else ids are content hashes.
+        data: Batches, a re-iterable of mappings passed to `loss`.  Tensors (and lists) whose first axis is the batch;
+            ``example_ids`` may hold their ids (strings), else ids are content hashes.
         loss: ``(model, batch) -> [B]`` summed loss per example; `causal_lm` by default.
-        include: Only these layers: regular expression on the module path, module type(s), or ``(name, module) -> bool``.
+        include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Not these layers.
         rules: Layer rules.
         strict: Make uncovered trainable parameters an error; otherwise they are listed in `coverage`.
@@ -180,12 +180,17 @@ def frozen(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(True)
 
 
+def set_aside(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The random state of all devices of a model as it was, after the context."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    return torch.random.fork_rng(devices=devices)
+
+
 @contextlib.contextmanager
 def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[None]:
     """A frozen, hooked model with gradients enabled and the random state set aside."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with (
-        torch.random.fork_rng(devices=devices),
+        set_aside(model),
         torch.enable_grad(),
         frozen(model),
         tape.attached(set(wanted)),
@@ -202,67 +207,48 @@ def check_mode(model: nn.Module) -> None:
     Raises:
         ValueError: Naming the modules.
     """
-    coupled = nn.modules.batchnorm._BatchNorm
-    dropouts = nn.modules.dropout._DropoutNd
-    found = [
-        f"'{n}' ({type(m).__name__})"
-        for n, m in model.named_modules()
-        if m.training and (isinstance(m, coupled) or (isinstance(m, dropouts) and m.p > 0))
-    ]
+    found = [f"'{n}' ({type(m).__name__})" for n, m in model.named_modules() if is_coupled(m) or _drops(m)]
     if found:
         raise ValueError(
-            f"live: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} in training mode: batch "
-            "statistics or dropout make per-example gradients undefined. Call model.eval() first."
+            f"live: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} uses batch statistics or "
+            "dropout, so that per-example gradients are undefined. Call model.eval() first (a BatchNorm without "
+            "running statistics uses those of the batch in eval mode too)."
         )
 
 
-def with_ids(batch: Batch) -> Batch:
-    """The batch with example ids: its own, or content hashes without padding.
-
-    Raises:
-        ValueError: If the batch has no tensor, or ids and rows disagree.
-    """
-    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim > 0}
-    if not tensors:
-        raise ValueError(f"live: a batch holds no tensor with a batch axis; it has {sorted(batch)}.")
-    rows = next(iter(tensors.values())).shape[0]
-    mask = tensors.get("attention_mask")
-    ids = tuple(map(str, batch["example_ids"])) if "example_ids" in batch else content_ids(tensors, mask=mask)
-    if len(ids) != rows:
-        raise ValueError(f"live: a batch has {len(ids)} ids for {rows} rows.")
-    return {**batch, "example_ids": ids}
+def is_coupled(module: nn.Module) -> bool:
+    """Whether a module computes statistics over the batch."""
+    norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return norm and (module.training or module.running_mean is None)
 
 
-def pick(batch: Batch, rows: Tensor) -> Batch:
-    """Some rows of a batch: every tensor with the batch axis, and the ids."""
-    B = len(batch["example_ids"])
-    index = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
-    out: dict[str, Any] = {}
-    for k, v in batch.items():
-        out[k] = v[index.to(v.device)] if isinstance(v, Tensor) and v.ndim and v.shape[0] == B else v
-    return out | {"example_ids": tuple(batch["example_ids"][i] for i in index.tolist())}
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
-def first_example(batch: Batch) -> Batch:
-    """The first row of a batch."""
-    return pick(batch, torch.tensor([0]))
+def _check_losses(losses: Tensor, rows: int, seen: set[str]) -> None:
+    """Refuse anything but one loss per example that depends on a selected layer."""
+    if not isinstance(losses, Tensor) or losses.shape != (rows,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"live: the loss returned {got} for {rows} examples; expected one summed loss per example, [B]."
+        )
+    if not losses.requires_grad:
+        called = (
+            "none of them was called" if not seen else f"{len(seen)} of them were called without gradient"
+        )
+        raise ValueError(
+            f"live: the loss does not depend on any selected layer ({called}). Does it run the model under no_grad or "
+            "detach its output? Under reentrant checkpointing, include the layer before the first block as well."
+        )
 
 
-def nonfinite_examples(leaf: Leaf) -> Tensor:
-    """Boolean [B]: examples whose gradient in this leaf is not finite.
-
-    A sum is finite only if all its terms are; it costs one read of `g` where an elementwise test costs three passes.
-    """
-    uses = getattr(leaf, "uses", (leaf,))
-    gradients = [u.w if isinstance(u, Materialized) else u.g for u in uses]
-    sums = [g.flatten(1).sum(1, dtype=wide(g.dtype)) for g in gradients]
-    return ~torch.isfinite(torch.stack(sums)).all(0)
-
-
-def _check_leaves(bad: Mapping[str, Tensor], examples: Examples, values: Mapping[str, object]) -> None:
+def _check_leaves(bad: Mapping[str, Tensor], examples: Examples) -> None:
     """One host sync a batch: name the examples and layers with non-finite gradients."""
     if not bad:
-        raise ValueError("live: no layer received a gradient. Does the loss depend on the selected layers?")
+        raise ValueError(
+            "live: no selected layer received a gradient. Does the loss depend on the selected layers?"
+        )
     flags = torch.stack(list(bad.values()))
     if not bool(flags.any()):
         return
@@ -272,5 +258,3 @@ def _check_leaves(bad: Mapping[str, Tensor], examples: Examples, values: Mapping
         f"live: non-finite gradients of examples {names[:5]} in layers {layers[:3]}. "
         "Remove these examples, or pass on_nonfinite='skip' to leave out examples with a non-finite loss."
     )
-
-

@@ -4,6 +4,7 @@ A loss may offer two more things: ``tokens(batch) -> [B]``, the number of terms 
 same loss with labels drawn from the model (sampled Fisher).  Any plain function will do where they are not needed.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -50,20 +51,42 @@ class CausalLM:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], /) -> Float[Tensor, " B"]:
         """Forward pass and per-example loss; `batch` holds input_ids, labels and optionally attention_mask."""
         inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-        output = model(**inputs)
+        output = model(**inputs, **left_padded_positions(model, inputs))
         logits = output if isinstance(output, Tensor) else output.logits
-        targets = shifted(batch["labels"])
+        targets = self._targets(batch)
         if self.seed is not None:
             targets = sample_targets(logits.detach(), targets, batch["example_ids"], self.seed)
         return token_losses(logits, targets).sum(1)
 
     def tokens(self, batch: Mapping[str, Any]) -> Int[Tensor, " B"]:
         """Number of predicted tokens per example."""
-        return (shifted(batch["labels"]) != IGNORE).sum(1)
+        return (self._targets(batch) != IGNORE).sum(1)
+
+    def _targets(self, batch: Mapping[str, Any]) -> Int[Tensor, "B T"]:
+        """Next tokens, predicted at real positions only: a pad on the left predicts nothing."""
+        targets, mask = shifted(batch["labels"]), batch.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != targets.shape:
+            return targets
+        return targets.masked_fill(mask == 0, IGNORE)
 
     def sampled(self, seed: int) -> "CausalLM":
         """The same loss with every label replaced by a sample from the model."""
         return replace(self, seed=seed)
+
+
+def left_padded_positions(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Position ids that start at each example's first real token, where padding on the left would shift them.
+
+    Returns:
+        ``{"position_ids": ...}``, or nothing if positions are given, not shifted, or not an argument of the model.
+    """
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or "position_ids" in inputs:
+        return {}
+    known = "position_ids" in inspect.signature(model.forward).parameters
+    if not known or not bool((mask[:, 1:] > mask[:, :-1]).any()):
+        return {}
+    return {"position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)}
 
 
 def causal_lm() -> CausalLM:

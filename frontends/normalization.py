@@ -6,7 +6,7 @@ loss, the gradient that arrives at that loss carries gradient accumulation and l
 Elsewhere the loop says which loss it uses, and nothing is guessed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,49 +18,91 @@ Declared: TypeAlias = (
     Literal["sum", "token_mean", "example_mean"]
     | Callable[[Mapping[str, Any], int], tuple[Tensor, Tensor | None]]
 )
+Kind: TypeAlias = Literal["causal", "aligned"]
 Weights: TypeAlias = tuple[Tensor | None, Tensor | None]
 NAMES = ("sum", "token_mean", "example_mean")
 
 
 class LossTap(torch.autograd.Function):
-    """Identity on a loss that records the gradient arriving at it."""
+    """Identity that records the gradient arriving at it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, notes: dict[str, Any]) -> Tensor:  # noqa: D102
-        ctx.notes = notes
-        return loss.detach()
+    def forward(ctx: Any, x: Tensor, notes: dict[str, Any], key: str) -> Tensor:
+        """The tensor itself."""
+        ctx.notes, ctx.key = notes, key
+        return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        ctx.notes["scale"] = grads[0].detach().clone()
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient itself."""
+        ctx.notes[ctx.key] = grads[0].detach().clone() if grads[0].ndim == 0 else True
+        return grads[0], None, None
 
 
 def tap_loss(output: Any, notes: dict[str, Any]) -> Any:
     """Put a tap on the loss inside a model's output (a tensor, a mapping or model output with `loss`, or a tuple).
 
+    The logits beside it are tapped as well, to see whether the loop uses them for a loss of its own.
+
     Returns:
         The output with the tapped loss, or unchanged if it holds no scalar loss.
     """
-
-    def is_loss(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad
-
-    if is_loss(output):
-        notes["loss"] = output.detach()
-        return LossTap.apply(output, notes)
-    if isinstance(output, Mapping) and is_loss(output.get("loss")):
-        notes["loss"], notes["logits"] = output["loss"].detach(), output.get("logits")
-        output["loss"] = LossTap.apply(output["loss"], notes)  # type: ignore[index]
+    if _is_loss(output):
+        return _tapped(output, None, notes)[0]
+    if isinstance(output, MutableMapping) and _is_loss(output.get("loss")):
+        output["loss"], logits = _tapped(output["loss"], output.get("logits"), notes)
+        if "logits" in output:
+            output["logits"] = logits
         return output
-    if isinstance(output, tuple) and output and is_loss(output[0]):
-        notes["loss"] = output[0].detach()
-        notes["logits"] = output[1] if len(output) > 1 and isinstance(output[1], Tensor) else None
-        return (LossTap.apply(output[0], notes), *output[1:])
+    if isinstance(output, tuple) and output and _is_loss(output[0]):
+        loss, logits = _tapped(output[0], output[1] if len(output) > 1 else None, notes)
+        values = (loss, *([logits] if len(output) > 1 else []), *output[2:])
+        return getattr(output, "_make", tuple)(values)
     return output
 
 
-def detect(notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> Literal["causal", "aligned"] | None:
+def _is_loss(x: object) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad
+
+
+def _tapped(loss: Tensor, logits: Any, notes: dict[str, Any]) -> tuple[Tensor, Any]:
+    notes["loss"] = loss.detach()
+    if isinstance(logits, Tensor) and logits.requires_grad:
+        notes["logits"] = logits.detach()
+        logits = LossTap.apply(logits, notes, "outside")
+    return LossTap.apply(loss, notes, "scale"), logits
+
+
+class Normalization:
+    """Loss weights of the blocks of one training loop.
+
+    Args:
+        declared: How the loop's loss weighs examples; None to rely on the model's own loss.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+
+    def __init__(self, declared: Declared | None) -> None:
+        if declared is not None and not callable(declared) and declared not in NAMES:
+            raise ValueError(f"capture: loss: got {declared!r}; expected one of {list(NAMES)} or a function.")
+        self._declared: Declared | None = declared
+        self._kind: Kind | None = None
+        self._detected = False
+
+    def weights(self, notes: dict[str, Any], inputs: Mapping[str, Any], rows: int) -> Weights:
+        """Loss weights c [B] and counts n [B] of a pass whose backward has begun; None where unknown."""
+        if not self._detected and "logits" in notes:
+            self._kind, self._detected = detect(notes, inputs), True
+        notes.pop("logits", None)
+        if self._declared is not None:
+            return declared_weights(self._declared, notes, inputs, rows, self._kind or "causal")
+        if "scale" not in notes or self._kind is None or "outside" in notes:
+            return None, None
+        return own_weights(notes["scale"], inputs, self._kind)
+
+
+def detect(notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> Kind | None:
     """Which labels the model's own loss averages over, judged by its value; None if it is no plain mean.
 
     "causal": next-token labels, "aligned": one label per position or per example.
@@ -68,22 +110,23 @@ def detect(notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> Literal["caus
     labels, logits, loss = inputs.get("labels"), notes.get("logits"), notes.get("loss")
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or loss is None:
         return None
-    if labels.dtype.is_floating_point or logits.ndim != labels.ndim + 1:
+    if labels.dtype.is_floating_point or labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1:
         return None
-    for kind in ("causal", "aligned"):
+    kinds: tuple[Kind, ...] = ("causal", "aligned") if labels.ndim == 2 else ("aligned",)
+    allowed = 1e-2 if torch.finfo(loss.dtype).bits == 16 else 1e-4
+    for kind in kinds:
         targets = _targets(labels, kind)
-        with torch.no_grad():
-            per_token = token_losses(logits.detach(), targets) if logits.ndim == 3 else None
-            total = per_token.sum() if per_token is not None else token_losses(logits[:, None].detach(), targets[:, None]).sum()
-        count = _denominator(inputs, (targets != IGNORE).sum())
-        if torch.isclose(total.double() / count, loss.double(), rtol=1e-2):
+        if targets.ndim == 1:
+            total = token_losses(logits.unsqueeze(1), targets.unsqueeze(1)).sum()
+        else:
+            total = token_losses(logits, targets).sum()
+        mean = total.double() / _denominator(inputs, (targets != IGNORE).sum()).to(total.device)
+        if torch.isclose(mean, loss.double(), rtol=allowed, atol=0.0):
             return kind
-        if labels.ndim == 1:
-            break
     return None
 
 
-def _targets(labels: Tensor, kind: str) -> Tensor:
+def _targets(labels: Tensor, kind: Kind) -> Tensor:
     return shifted(labels) if kind == "causal" and labels.ndim == 2 else labels
 
 
@@ -93,30 +136,35 @@ def _denominator(inputs: Mapping[str, Any], own: Tensor) -> Tensor:
     return count.double().cpu().clamp_min(1)
 
 
-def own_weights(notes: Mapping[str, Any], inputs: Mapping[str, Any], kind: str) -> Weights:
-    """c and n where the model returned its own mean loss: ``c_i = arriving gradient / number of loss terms``."""
+def own_weights(scale: Tensor, inputs: Mapping[str, Any], kind: Kind) -> Weights:
+    """Weights and counts of a model's own mean loss: ``c_i = arriving gradient / number of loss terms``."""
     targets = _targets(inputs["labels"], kind)
     tokens = (targets != IGNORE).reshape(targets.shape[0], -1).sum(1).cpu()
-    c = notes["scale"].double().cpu() / _denominator(inputs, tokens.sum())
+    c = scale.double().cpu() / _denominator(inputs, tokens.sum())
     return c.expand(len(tokens)).clone(), tokens
 
 
 def declared_weights(
-    declared: Declared | None, notes: Mapping[str, Any], inputs: Mapping[str, Any], rows: int
+    declared: Declared, notes: Mapping[str, Any], inputs: Mapping[str, Any], rows: int, kind: Kind
 ) -> Weights:
-    """c and n for a declared loss; (None, None) if nothing was declared.
+    """Weights c and counts n for a declared loss.
 
     Raises:
-        ValueError: If a token mean is declared but no labels were seen.
+        ValueError: If a token mean is declared but no labels were seen, or a function returns other than B weights.
     """
-    if declared is None:
-        return None, None
     if callable(declared):
-        return declared(inputs, rows)
+        c, n = declared(inputs, rows)
+        if c.shape != (rows,) or (n is not None and n.shape != (rows,)):
+            raise ValueError(
+                f"capture: loss= returned weights of shape {tuple(c.shape)} for {rows} examples."
+            )
+        return c, n
     scale = notes["scale"].double().cpu() if "scale" in notes else torch.ones((), dtype=torch.float64)
     ones = torch.ones(rows, dtype=torch.float64) * scale
     labels = inputs.get("labels")
-    tokens = (shifted(labels) != IGNORE).sum(1).cpu() if isinstance(labels, Tensor) and labels.ndim == 2 else None
+    tokens: Tensor | None = None
+    if isinstance(labels, Tensor) and labels.ndim in (1, 2) and not labels.is_floating_point():
+        tokens = (_targets(labels, kind) != IGNORE).reshape(rows, -1).sum(1).cpu()
     if declared == "sum":
         return ones, tokens
     if declared == "example_mean":
@@ -126,14 +174,4 @@ def declared_weights(
             "capture: loss='token_mean' needs the labels, but the model was not called with labels=. "
             "Pass loss= a function (inputs, rows) -> (c, n)."
         )
-    return ones / tokens.sum().clamp_min(1), tokens
-
-
-def check_declared(declared: object) -> None:
-    """Refuse an unknown loss name before anything runs.
-
-    Raises:
-        ValueError: Listing the valid ones.
-    """
-    if declared is not None and not callable(declared) and declared not in NAMES:
-        raise ValueError(f"capture: loss: got {declared!r}; expected one of {list(NAMES)} or a function.")
+    return ones / _denominator(inputs, tokens.sum()), tokens

@@ -55,4 +55,4 @@ def _plain(data: Iterable[Mapping[str, Any]], label: str) -> Iterator[Mapping[st
     for count, batch in enumerate(data, 1):
         yield batch
         if count % 50 == 0:
-            print(f"{label}: {count} batches", file=sys.stderr)
+            sys.stderr.write(f"{label}: {count} batches\n")

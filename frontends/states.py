@@ -76,9 +76,7 @@ def load_state(path: str | os.PathLike[str], make: Any, *, device: str | torch.d
         about["projection"] = None if about["projection"] is None else Projection(**about["projection"])
         bases: dict[str, Eigenbasis] = {}
         eigenvalues: dict[str, Tensor] = {}
-        groups = file["leaves"]
-        for index in sorted(groups, key=int):
-            group = groups[index]
+        for group in _leaves(file):
             name = str(group.attrs["name"])
             parts = tuple(
                 Part(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(str(group.attrs["parts"]))
@@ -91,10 +89,23 @@ def load_state(path: str | os.PathLike[str], make: Any, *, device: str | torch.d
     return make(bases, eigenvalues, **about)
 
 
+def _leaves(file: h5py.File) -> list[h5py.Group]:
+    groups = file["leaves"]
+    assert isinstance(groups, h5py.Group)
+    found = [groups[index] for index in sorted(groups, key=int)]
+    return [group for group in found if isinstance(group, h5py.Group)]
+
+
+def _values(group: h5py.Group, name: str) -> Any:
+    values = group[name]
+    assert isinstance(values, h5py.Dataset)
+    return values[()]
+
+
 def _read(group: h5py.Group, name: str, device: str | torch.device) -> Tensor | None:
-    return torch.from_numpy(group[name][()]).to(device) if name in group else None
+    return torch.from_numpy(_values(group, name)).to(device) if name in group else None
 
 
 def _needed(group: h5py.Group, name: str, device: str | torch.device) -> Tensor:
-    value = torch.as_tensor(group[name][()])
+    value = torch.as_tensor(_values(group, name))
     return value.to(device)

@@ -1,101 +1,164 @@
 """Check captured gradients against autograd: the safeguard against layers that do not do what their rule says.
 
 A rule is matched by class, but a model may use a weight functionally as well, call ``layer.forward`` past the hooks,
-scale an output, or couple examples.  Comparing one example's captured gradients with `torch.autograd.grad` of the same
-loss finds all of these before any number is produced.
+scale an output, or couple examples.  Comparing one example's captured gradients, taken in a batch of two, with
+autograd's gradients of that example alone finds all of these before any number is produced.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attrax.core import GradTree, Leaf, stored
+from attrax.core import Examples, GradTree, Leaf, stored, take
+from attrax.core.leaves import dtype_of
+from attrax.frontends.rows import pick
 
 if TYPE_CHECKING:
     from attrax.frontends.live import Live
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+_TRIES = 4
 
 
-def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> None:
+def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
     """Compare the captured gradient of one example with autograd.
 
     Args:
         source: The live source.
-        batch: A batch of one example.
+        batch: A batch; its first example with a gradient is compared.
+
+    Returns:
+        Whether an example with a gradient was found.
 
     Raises:
         RuntimeError: Naming the parameters that differ.
+        ValueError: If the loss draws random numbers.
     """
-    reference = autograd_gradients(source, batch)
-    errors: dict[str, str] = {}
-    largest = largest_entry(reference.values())
+    B = len(batch["example_ids"])
+    for row in range(min(B, _TRIES)):
+        single = pick(batch, torch.tensor([row]))
+        reference = autograd_gradients(source, single)
+        if not any(bool(g.any()) for g in reference.values()):
+            continue
+        errors, dtype = _compared(source, single, reference)
+        raise_on(errors)
+        if B > 1 and dtype not in (torch.bfloat16, torch.float16):
+            pair = pick(batch, torch.tensor([row, (row + 1) % B]))
+            raise_on(_compared(source, pair, reference)[0], coupled=True)
+        return True
+    return False
 
-    def compare(name: str, leaf: Leaf, _: object) -> None:
-        for parameter, captured in stored(GradTree({name: leaf})).items():
-            expected = reference.pop(parameter, None)
-            errors.update(mismatch(parameter, captured[0], expected, largest=largest))
+
+def _compared(
+    source: "Live", batch: Mapping[str, Any], reference: Mapping[str, Tensor]
+) -> tuple[dict[str, str], torch.dtype]:
+    """How the first example of a batch differs from its reference, and the coarsest dtype among its gradients."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    dtypes: set[torch.dtype] = set()
+
+    def compare(name: str, leaf: Leaf, _: Examples) -> None:
+        dtypes.add(dtype_of(leaf))
+        for parameter, captured in stored(GradTree({name: take(leaf, slice(0, 1))})).items():
+            found[parameter] = distance(captured[0], reference.get(parameter))
 
     source.run(batch, compare, "")
-    for parameter, value in reference.items():
-        if value is not None and bool(value.any()):
+    coarsest = max(dtypes, key=lambda d: torch.finfo(d).eps)
+    errors = mismatches(found, coarsest)
+    for parameter in reference.keys() - found.keys():
+        if bool(reference[parameter].any()):
             errors[parameter] = "has a gradient but its layer was never captured"
-    raise_on(errors)
+    return errors, coarsest
 
 
-def largest_entry(grads: Iterable[Tensor | None]) -> float:
-    """Largest absolute entry of all gradients."""
-    return max((float(g.abs().max()) for g in grads if g is not None and g.numel()), default=0.0)
+def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Gradients of the summed loss for the captured parameters, by plain autograd; unused parameters are left out.
 
-
-def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Gradients of the summed loss for the captured parameters, by plain autograd."""
-    named = {n: p for n, p in source.model.named_parameters() if n in source.wanted}
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-        loss = source.loss(source.model, batch).sum()
-        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return dict(zip(named, grads, strict=True))
-
-
-def mismatch(
-    parameter: str,
-    captured: Tensor,
-    reference: Tensor | None,
-    *,
-    largest: float,
-    dtype: torch.dtype | None = None,
-) -> dict[str, str]:
-    """How a captured gradient differs from the reference, if it does.
-
-    Args:
-        parameter: Its name.
-        captured: What was captured.
-        reference: What autograd says.
-        largest: Largest gradient entry of all parameters: a gradient that is zero but for rounding (a key's bias) is
-            not held to its own size.
-        dtype: Precision to expect.
+    Raises:
+        ValueError: If the loss draws random numbers.
     """
-    expected = torch.zeros_like(captured) if reference is None else reference.reshape(captured.shape)
-    if not bool(torch.isfinite(expected).all()):
-        return {}
-    scale = float(expected.abs().max())
-    error = float((captured - expected).abs().max())
-    dtype = dtype or (expected.dtype if reference is not None else captured.dtype)
-    tolerance = TOLERANCE.get(dtype, 1e-1)
-    if error <= tolerance * scale + 100 * torch.finfo(dtype).eps * largest:
-        return {}
-    return {parameter: f"differs from autograd by {error:.2e} (largest entry {scale:.2e})"}
+    named = {n: p for n, p in source.model.named_parameters() if n in source.wanted}
+    with _borrowed(source.model, set(source.wanted)), torch.compiler.set_stance("force_eager"):
+        before = _random_state(source.model)
+        loss = source.loss(source.model, batch).sum()
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_state(source.model), strict=True)):
+            raise ValueError(
+                "live: the loss draws random numbers, so an example has no gradient of its own. Call model.eval(), put "
+                "the draws into the batch, or pass verify=False to take one draw as it comes."
+            )
+        if not loss.requires_grad:
+            return {}
+        try:
+            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            source.loss(source.model, batch).sum().backward()
+            grads = [p.grad for p in named.values()]
+    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(named, grads, strict=True) if g is not None}
 
 
-def raise_on(errors: Mapping[str, str]) -> None:
-    """Raise if any parameter was wrong."""
+@contextlib.contextmanager
+def _borrowed(model: nn.Module, wanted: set[str]) -> Iterator[None]:
+    """Captured parameters that require gradients, and no `.grad`, inside the context; all as it was after it."""
+    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        try:
+            for name, p in model.named_parameters():
+                p.requires_grad_(p.requires_grad or name in wanted)
+                p.grad = None
+            yield
+        finally:
+            for p, trainable, grad in before:
+                p.requires_grad_(trainable)
+                p.grad = grad
+
+
+def _random_state(model: nn.Module) -> list[Tensor]:
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+
+
+def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Largest difference of two gradients (0 if the reference is not finite), and its largest entry."""
+    if reference is None:
+        return captured.abs().max(), captured.new_zeros(())
+    expected = reference.to_dense() if reference.is_sparse else reference
+    expected = expected.reshape(captured.shape)
+    difference = (captured - expected).abs().max()
+    return torch.where(expected.isfinite().all(), difference, 0.0), expected.abs().max()
+
+
+def mismatches(found: Mapping[str, tuple[Tensor, Tensor]], dtype: torch.dtype) -> dict[str, str]:
+    """Parameters whose distance is more than rounding in `dtype`."""
+    errors: dict[str, str] = {}
+    for parameter, (difference, scale) in found.items():
+        error, size = float(difference), float(scale)
+        if not error <= TOLERANCE.get(dtype, 1e-1) * size + torch.finfo(dtype).tiny:
+            errors[parameter] = f"differs from autograd by {error:.2e} (largest entry {size:.2e})"
+    return errors
+
+
+def raise_on(errors: Mapping[str, str], *, coupled: bool = False) -> None:
+    """Raise if any parameter was wrong; `coupled` if an example alone was right.
+
+    Raises:
+        RuntimeError: Naming parameters and causes.
+    """
     if not errors:
         return
     lines = "\n".join(f"  {parameter}: {text}" for parameter, text in list(errors.items())[:8])
+    causes = (
+        "An example's gradient depends on the other examples of its batch: batch statistics, negatives from the batch, "
+        "or a layer whose first axis is not the example axis. Exclude these layers (exclude=) or change the loss."
+        if coupled
+        else "The layer does more than its rule says, its weight is used outside the layer's call (functional use, "
+        "layer.forward, a penalty on weights in the loss), or a block under reentrant checkpointing has an input "
+        "without gradient. Exclude these layers (exclude=), pass a rule (rules=), or verify=False if you know better."
+    )
     raise RuntimeError(
-        f"capture: the captured gradients of {len(errors)} parameters are not those of autograd:\n{lines}\n"
-        "The layer does more than its rule says, its weight is used outside the layer's call (functional use, "
-        "layer.forward), or examples depend on each other. Exclude these layers (exclude=) or pass a rule (rules=)."
+        f"capture: the captured gradients of {len(errors)} parameters are not those of autograd:\n{lines}\n{causes}"
     )

@@ -1,0 +1,181 @@
+"""One forward pass as the tape sees it: its examples, its inputs, and the calls of tapped layers.
+
+State belongs to a pass, never to the model: a forward pass that is never differentiated (logging, evaluation, an
+exception) leaves nothing behind.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from attrax.core.factorization import Rule
+from attrax.frontends.assemble import Piece, components
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a tapped layer within a forward pass.
+
+    Attributes:
+        path: Module path of the layer.
+        module: The layer.
+        rule: Its rule.
+        index: Position among the calls of the pass.
+        names: Canonical name by attribute, for the parameters to capture.
+        accumulators: Autograd node that adds to the parameter's `.grad`, by attribute.
+        input_key: Identifies the memory of the layer's input.
+        piece: The layer's leaves, between their arrival and their delivery.
+        arrived: Whether this call's gradient has arrived in the running backward.
+    """
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    index: int
+    names: Mapping[str, str]
+    accumulators: Mapping[str, torch.autograd.graph.Node]
+    input_key: tuple[object, ...]
+    piece: Piece | None = None
+    arrived: bool = False
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass and what its backward has delivered so far.
+
+    Attributes:
+        rows: Number of examples B; None until known.
+        inputs: Tensor inputs of the outermost call by name, detached.
+        complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
+        recomputed: Whether it was opened inside a backward, by activation checkpointing.
+        derived: Whether its inputs depend on parameters that ran outside of it.
+        calls: Tapped layer calls, in forward order.
+        silent: Whether tapped layers ran without gradient (reentrant checkpointing runs them again in backward).
+        anchors: By device, a leaf that makes tapped outputs require gradients where parameters are frozen.
+        notes: What the front-end learned in the forward pass.
+        found: What the front-end learned in the running backward.
+    """
+
+    rows: int | None
+    inputs: dict[str, Tensor]
+    complete: bool
+    recomputed: bool = False
+    derived: bool = False
+    calls: list[Call] = field(default_factory=list)
+    silent: bool = False
+    anchors: dict[torch.device, Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)
+    _groups: dict[int, list[Call]] | None = None
+
+    def group_of(self, call: Call) -> list[Call]:
+        """The calls that must all arrive before `call`'s parameters are complete."""
+        if self._groups is None:
+            edges = [[*c.names.values(), *([c.input_key] if c.rule.shares_input else [])] for c in self.calls]
+            groups = [[self.calls[i] for i in members] for members in components(edges)]
+            self._groups = {c.index: members for members in groups for c in members}
+        return self._groups[call.index]
+
+    def groups(self) -> list[list[Call]]:
+        """All groups of calls."""
+        return list({id(g): g for g in (self.group_of(call) for call in self.calls)}.values())
+
+    def add(self, call: Call) -> None:
+        """Record a call; groups are formed anew."""
+        self.calls.append(call)
+        self._groups = None
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """The pass's anchor on a device."""
+        if device not in self.anchors:
+            self.anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self.anchors[device]
+
+    def reset(self) -> None:
+        """Forget arrivals, so that a repeated backward (retain_graph) is captured again."""
+        for call in self.calls:
+            call.piece, call.arrived = None, False
+        self.found = {}
+
+
+def open_pass(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, complete: bool) -> Pass:
+    """A pass that starts with this call: examples lie along the first axis of its first tensor."""
+    found = tensors(bind(module, args, kwargs))
+    batched = [x for x in found.values() if x.ndim > 0]
+    inputs = {name: x.detach() for name, x in found.items()}
+    derived = any(x.grad_fn is not None for x in found.values())
+    return Pass(batched[0].shape[0] if batched else None, inputs, complete, derived=derived)
+
+
+def input_key(x: Tensor) -> tuple[object, ...]:
+    """Identifies the memory and layout of a tensor, for as long as the key is held.
+
+    An address alone would not do: under activation checkpointing the inputs of layers are freed and their memory is
+    used again.  The weak reference keeps the identity of a storage, but not its memory.
+    """
+    memory = StorageWeakRef(x.untyped_storage())
+    return (memory, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+
+
+def batched(path: str, run: Pass, x: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Give a broadcast call (position ids of shape [1, T]) one row per example; refuse other leading axes.
+
+    Raises:
+        RuntimeError: If the first axis of the call is not the example axis, or might not be.
+    """
+    rows = run.rows = x.shape[0] if run.rows is None and x.ndim else run.rows
+    if x.ndim and output.ndim and output.shape[0] == rows == x.shape[0]:
+        if x.ndim == 1 and not x.is_floating_point() and _has_axis(run, x.shape[0]):
+            raise RuntimeError(
+                f"capture: layer '{path}' looks up {rows} ids in a batch of {rows} examples of length {rows}: one id "
+                "an example, or the positions of all of them? Use another batch size or length, look up positions as "
+                "[1, T], or exclude the layer."
+            )
+        return x, output
+    if rows is not None and x.ndim and output.ndim and output.shape[0] == x.shape[0] == 1:
+        return x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
+    raise RuntimeError(
+        f"capture: layer '{path}' saw an input of shape {tuple(x.shape)} in a batch of {rows} examples; its first axis "
+        "is not the example axis (flattened or sequence-first input, positions of shape [T]), so examples cannot be "
+        "told apart. Give it a batch axis (positions as [1, T]) or exclude the layer."
+    )
+
+
+def _has_axis(run: Pass, length: int) -> bool:
+    """Whether some input has a further axis of this length."""
+    return any(length in x.shape[1:] for x in run.inputs.values())
+
+
+def bind(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by parameter name, so that positional and keyword calls look alike.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> list(bind(layer, (torch.ones(1, 2),), {})), list(bind(layer, (), {"input": torch.ones(1, 2)}))
+    (['input'], ['input'])
+    """
+    code = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    names = (
+        list(code.__code__.co_varnames[1 : code.__code__.co_argcount]) if hasattr(code, "__code__") else []
+    )
+    named = {names[i] if i < len(names) else f"arg{i}": value for i, value in enumerate(args)}
+    return {**named, **kwargs}
+
+
+def tensors(values: object, name: str = "") -> dict[str, Tensor]:
+    """All tensors in nested mappings, lists and tuples, by dotted path.
+
+    >>> list(tensors({"batch": {"x": torch.ones(1), "y": [torch.ones(1)]}, "flag": True}))
+    ['batch.x', 'batch.y.0']
+    """
+    if isinstance(values, Tensor):
+        return {name: values}
+    items = values.items() if isinstance(values, Mapping) else ()
+    items = enumerate(values) if isinstance(values, list | tuple) else items
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= tensors(value, f"{name}.{key}" if name else str(key))
+    return found

@@ -1,0 +1,63 @@
+"""Rows of a batch: their ids, some of them, and those whose gradients are not finite."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attrax.core import Leaf, content_ids
+from attrax.core.algebra import wide
+
+Batch: TypeAlias = Mapping[str, Any]
+POSITIONAL = ("attention_mask", "position_ids", "cache_position")
+"""Inputs that say where tokens stand, not what the example is; some are shared by the whole batch."""
+
+
+def with_ids(batch: Batch) -> Batch:
+    """The batch with example ids: its own, or content hashes without padding.
+
+    Raises:
+        ValueError: If the batch has no tensor, or ids and rows disagree.
+    """
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"live: a batch is a {type(batch).__name__}; expected a mapping that the loss understands, such as "
+            "{'x': x, 'y': y}. Wrap the loader: [{'x': x, 'y': y} for x, y in loader]."
+        )
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim > 0 and k not in POSITIONAL}
+    if not tensors:
+        raise ValueError(f"live: a batch holds no tensor with a batch axis; it has {sorted(batch)}.")
+    rows = next(iter(tensors.values())).shape[0]
+    own = batch.get("example_ids")
+    ids = tuple(map(str, own)) if own is not None else content_ids(tensors, mask=batch.get("attention_mask"))
+    if len(ids) != rows:
+        raise ValueError(f"live: a batch has {len(ids)} ids for {rows} rows.")
+    return {**batch, "example_ids": ids}
+
+
+def pick(batch: Batch, rows: Tensor) -> Batch:
+    """Some rows of a batch, by index or mask: of every tensor and list as long as the batch, and of the ids."""
+    B = len(batch["example_ids"])
+    index = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+    out: dict[str, Any] = {}
+    for k, v in batch.items():
+        if isinstance(v, Tensor) and v.ndim and v.shape[0] == B:
+            out[k] = v[index.to(v.device)]
+        elif isinstance(v, list | tuple) and len(v) == B:
+            out[k] = type(v)([v[i] for i in index.tolist()])
+        else:
+            out[k] = v
+    return out
+
+
+def nonfinite_examples(leaf: Leaf) -> Tensor:
+    """Boolean [B]: examples whose gradient in this leaf is not finite.
+
+    Both factors are read: a gradient of zero times an infinite input is not a number.  A sum is finite only if all its
+    terms are; it costs one read where an elementwise test costs three passes.
+    """
+    uses = getattr(leaf, "uses", (leaf,))
+    factors = [getattr(use, name) for use in uses for name in ("a", "x", "g", "w") if hasattr(use, name)]
+    sums = [x.flatten(1).sum(1, dtype=wide(x.dtype)) for x in factors]
+    return ~torch.isfinite(torch.stack(sums)).all(0)

@@ -1,0 +1,112 @@
+"""Which optimizer step a backward belongs to, with which learning rate, at which parameters.
+
+A step is one round of the loop: the backwards whose gradients are summed, and then the optimizers that consume them,
+each at most once.  Where no torch optimizer is seen (a loop that moves parameters by hand), a step ends when the
+parameters move.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from attrax.core import fingerprint
+from attrax.frontends.fingerprints import Fingerprints
+
+
+class Steps:
+    """Counts steps and blocks within a step.
+
+    Attributes:
+        step: Number of steps completed.
+        micro: Number of blocks in this step so far.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
+        self.step, self.micro = 0, 0
+        self._captured = {n: p for n, p in model.named_parameters() if n in set(wanted)}
+        self._marks = Fingerprints(model)
+        self._movers: dict[int, dict[str, float]] = {}
+        self._seen = False
+        self._place: str | None = None
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The captured parameters that are trained."""
+        return {n: p for n, p in self._captured.items() if p.requires_grad}
+
+    def rates(self, optimizer: Optimizer) -> dict[str, float]:
+        """Learning rate of the captured parameters that an optimizer moves, by name."""
+        groups = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        return {n: float(groups[id(p)]) for n, p in self.parameters().items() if id(p) in groups}
+
+    def stepped(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has stepped in this step already."""
+        return id(optimizer) in self._movers
+
+    def moved(self, optimizer: Optimizer, rates: dict[str, float]) -> bool:
+        """Note that an optimizer has stepped; whether all captured parameters have moved now."""
+        self._seen = True
+        self._movers[id(optimizer)] = rates
+        return self._moving() >= self.parameters().keys()
+
+    @property
+    def over(self) -> bool:
+        """Whether an optimizer has consumed the gradients, so that the next backward begins another step."""
+        return bool(self._movers)
+
+    @property
+    def seen(self) -> bool:
+        """Whether any optimizer has stepped so far."""
+        return self._seen
+
+    def rate(self) -> float | None:
+        """The learning rate of this step, if all captured parameters moved with one."""
+        found = {rate for rates in self._movers.values() for rate in rates.values()}
+        complete = self._moving() >= self.parameters().keys()
+        return found.pop() if len(found) == 1 and complete else None
+
+    def _moving(self) -> set[str]:
+        return {name for rates in self._movers.values() for name in rates}
+
+    def advance(self) -> None:
+        """Begin the next step."""
+        self.step, self.micro = self.step + 1, 0
+        self._movers.clear()
+
+    def by_hand(self) -> bool:
+        """Whether the parameters have moved since the last backward without any optimizer."""
+        if self._seen:
+            return False
+        before, self._place = self._place, fingerprint(self.parameters())
+        return before is not None and before != self._place
+
+    def mark(self) -> str:
+        """The model's fingerprint now."""
+        return self._marks.now(exact=not self._seen)
+
+
+class Discards:
+    """Notices that gradients were thrown away before an optimizer used them."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, tuple[int, int]] | None = None
+
+    def remember(self, parameters: dict[str, Tensor]) -> None:
+        """Note the gradients as a backward has left them."""
+        self._state = _state(parameters)
+
+    def forget(self) -> None:
+        """Expect nothing: an optimizer has used the gradients."""
+        self._state = None
+
+    def happened(self, parameters: dict[str, Tensor]) -> bool:
+        """Whether all gradients of the backward before are gone: None, or written to and zero now."""
+        if not self._state or _state(parameters) == self._state:
+            return False
+        grads = [p.grad for n, p in parameters.items() if n in self._state and p.grad is not None]
+        return not any(bool(g.coalesce().values().any() if g.is_sparse else g.any()) for g in grads)
+
+
+def _state(parameters: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+    grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    return {n: (id(g), g._version) for n, g in grads.items()}
