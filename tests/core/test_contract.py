@@ -246,6 +246,15 @@ def test_a_step_is_the_einsum_of_the_dense_forms(case, swapped, sizes_of):
     assert_same(contract_pair(x, y, out), expected)
 
 
+@pytest.mark.parametrize("length", [2**15, 2**15 + 1])
+def test_long_contractions_are_exact(length):
+    """Few outputs over a long axis are summed in pieces."""
+    gen = generator(1)
+    x, y = normal(gen, 3, length), normal(gen, 2, length)
+    assert_same(contract_pair(Operand("bi", x), Operand("qi", y), "bq"), x @ y.T)
+    assert_same(contract_pair(Operand("ib", x.T), Operand("qi", y), "qb"), y @ x.T)
+
+
 def test_one_letter_has_one_size():
     x, y = Operand("bi", torch.ones(2, 3)), Operand("qi", torch.ones(2, 4))
     with refused("axis 'i' has size 3 on one side and 4 on the other"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attrax.core import (
+    Diagonal,
     Factorized,
     Lookup,
     Part,
@@ -77,6 +78,7 @@ def test_scaling_examples_scales_their_gradients(kind, size):
 def test_scaling_narrow_gradients_happens_in_float32():
     leaf = diagonal("b", torch.ones(1, 1, 1), torch.ones(1, 1, 3).bfloat16())
     scaled = scale_examples(leaf, torch.tensor([1 + 2.0**-12]))
+    assert isinstance(scaled, Diagonal)
     assert scaled.g.dtype == torch.float32 and scaled.g[0, 0, 0] == 1 + 2.0**-12
 
 

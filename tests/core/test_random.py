@@ -1,0 +1,85 @@
+"""The counter-based stream: entries are functions of key and position alone, with the right distribution."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from scipy import stats
+
+from attrax.core.random import random_rows, raw_words, stream_key, uniform
+
+from .toys import law, refused
+
+kinds = pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+KEY = 0x0123456789ABCDEF_FEDCBA9876543210
+
+
+def test_the_stream_never_changes():
+    """Projected gradients on disk are only usable while these numbers stay."""
+    assert stream_key(0, "fc.weight", "a", 3, 2, "gaussian") == 58445351456139079024526251312568584538
+    assert raw_words(KEY, 0, 2).tolist() == [5377138790426312260, 13516482618556681533]
+    assert raw_words(KEY, 5, 2).tolist() == [9883201175627997387, 11352318735254779690]
+    signs = random_rows(KEY, "rademacher", slice(0, 4), 6)
+    assert ["".join("-+"[int(x > 0)] for x in row) for row in signs] == [
+        "--+---",
+        "+--+++",
+        "+++-+-",
+        "+-+-+-",
+    ]
+    normals = random_rows(KEY, "gaussian", slice(0, 2), 3)
+    frozen = [[-0.089906596, -0.82529628, -1.46909416], [0.246928468, -0.936600566, -0.214114279]]
+    torch.testing.assert_close(normals, torch.tensor(frozen), rtol=1e-6, atol=0)
+
+
+def test_words_are_numpys_philox():
+    assert np.array_equal(raw_words(KEY, 0, 50), np.random.Philox(key=KEY).random_raw(50))
+
+
+@kinds
+@law(50, start=st.integers(0, 300), count=st.integers(0, 300), columns=st.integers(1, 9))
+def test_any_rows_are_those_of_the_whole(kind, start, count, columns):
+    whole = random_rows(KEY, kind, slice(0, 600), columns)
+    assert torch.equal(
+        random_rows(KEY, kind, slice(start, start + count), columns), whole[start : start + count]
+    )
+
+
+@law(50, start=st.integers(0, 10_000), count=st.integers(0, 50))
+def test_uniforms_are_addressed_by_position(start, count):
+    assert np.array_equal(uniform(KEY, start, count), uniform(KEY, 0, start + count)[start:])
+
+
+@law(50, words=st.lists(st.one_of(st.integers(), st.text(max_size=5)), min_size=1, max_size=4))
+def test_keys_depend_on_every_word_and_their_order(words):
+    key = stream_key(*words)
+    assert 0 <= key < 2**128 and key == stream_key(*words)
+    assert key != stream_key(*words, "")
+    assert len({stream_key(*words, i) for i in range(5)}) == 5
+    if words != words[::-1]:
+        assert stream_key(*words[::-1]) != key or [*map(str, words)] == [*map(str, words[::-1])]
+
+
+def test_streams_of_different_keys_are_unrelated():
+    x, y = (random_rows(stream_key(seed, "w"), "gaussian", slice(0, 100_000), 1).flatten() for seed in (0, 1))
+    assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 5 / 100_000**0.5
+
+
+def test_signs_are_fair_and_independent():
+    x = random_rows(KEY, "rademacher", slice(0, 1000), 100).double()
+    assert set(x.unique().tolist()) == {-1.0, 1.0}
+    n = x.numel()
+    assert abs(float(x.mean())) < 5 / n**0.5
+    assert abs(float((x[:, 1:] * x[:, :-1]).mean())) < 5 / n**0.5
+    assert abs(float((x[1:] * x[:-1]).mean())) < 5 / n**0.5
+
+
+def test_normals_are_normal():
+    x = random_rows(KEY, "gaussian", slice(0, 1000), 100).double().flatten().numpy()
+    assert stats.kstest(x, "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(x[1:], x[:-1])[0, 1]) < 5 / len(x) ** 0.5
+    assert np.isfinite(x).all()
+
+
+def test_unknown_kinds_are_refused():
+    with refused("projection kind: got 'cauchy'", "'rademacher' or 'gaussian'"):
+        random_rows(KEY, "cauchy", slice(0, 1), 1)  # pyright: ignore[reportArgumentType]
