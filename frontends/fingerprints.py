@@ -17,6 +17,10 @@ class Fingerprints:
         self._model = model
         self._known: tuple[tuple[tuple[int, int], ...], str] | None = None
 
+    def forget(self) -> None:
+        """Read the values at the next call: something wrote to them uncounted (a fused optimizer does)."""
+        self._known = None
+
     def now(self, *, exact: bool = False) -> str:
         """The fingerprint at this moment.
 

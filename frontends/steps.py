@@ -46,6 +46,7 @@ class Steps:
     def moved(self, optimizer: Optimizer, rates: dict[str, float]) -> bool:
         """Note that an optimizer has stepped; whether all captured parameters have moved now."""
         self._seen = True
+        self._marks.forget()
         self._movers[id(optimizer)] = rates
         return self._moving() >= self.parameters().keys()
 
