@@ -13,6 +13,7 @@ from typing import Any
 
 from attrax.config import Config, Recorded, changes, write_config
 from attrax.frontends.data import Record
+from attrax.frontends.records import needed
 from attrax.frontends.tables import write_scores
 from attrax.frontends.tokens import Form, parts_of
 from attrax.pipeline import Inputs, Result, Track, load, score
@@ -55,6 +56,7 @@ def run(
         raise FileExistsError(
             f"{out} holds a result ({', '.join(old)}). Choose another folder, or add --overwrite."
         )
+    _require(config)
     inputs = load(config)
     changed, _ = changes(before, inputs.recorded) if before else ([], [])
     if changed and not allow_changed:
@@ -63,10 +65,25 @@ def run(
             "them, or add --allow-changed."
         )
     result = score(config, inputs, track)
-    report = build_report(config, inputs, result, track) if config.html else None
     out.mkdir(parents=True, exist_ok=True)
     for name in old:
         (out / name).unlink()
+    _write(config, inputs, result, out)
+    if config.html:
+        write_report(build_report(config, inputs, result, track), out / "report.html")
+    return inputs, result
+
+
+def _require(config: Config) -> None:
+    """Fail before anything is computed if a package that the result needs is missing."""
+    wanted = {"yaml": ("cli", "writing config.yaml")}
+    wanted |= {"jinja2": ("report", "the HTML report")} if config.html else {}
+    wanted |= {"pyarrow": ("report", "writing .parquet files")} if config.format == "parquet" else {}
+    for module, (extra, purpose) in wanted.items():
+        needed(module, extra, purpose)
+
+
+def _write(config: Config, inputs: Inputs, result: Result, out: Path) -> None:
     write_scores(
         result.scores,
         out / f"scores.{config.format}",
@@ -76,14 +93,11 @@ def run(
         else None,
         layout=config.layout,
     )
-    if report is not None:
-        write_report(report, out / "report.html")
     if result.skipped:
         rows = [{"side": side, "id": name, "reason": reason} for side, name, reason in result.skipped]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (out / "skipped.jsonl").write_text(text, encoding="utf-8")
     write_config(config, inputs.recorded, out / "config.yaml")
-    return inputs, result
 
 
 def _previews(records: Sequence[Record], form: Form | None) -> list[dict[str, str]]:

@@ -66,7 +66,7 @@ def save_model(folder, vocab=260):
         LlamaConfig(
             vocab_size=vocab,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=1,
             intermediate_size=24,
@@ -173,29 +173,32 @@ def test_self_influence(files, call, tmp_path, assert_close):
     assert "act most strongly on themselves" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "options", [("--projection-dim", "8"), ("--fisher", "sampled"), ("--damping", "1.0")]
-)
-def test_options_of_ekfac_change_the_numbers_and_are_stated(call, tmp_path, options):
-    good(call(*ASK, "--no-html"))
-    plain = read_scores(tmp_path / "out" / "scores.parquet")
-    good(call(*ASK, "--no-html", "--overwrite", *options))
-    other = read_scores(tmp_path / "out" / "scores.parquet")
-    assert not torch.allclose(plain.values, other.values)
-    assert options[1] in other.about[options[0][2:].removesuffix("-dim")]
+def test_options_of_ekfac_change_the_numbers_and_are_stated(call, tmp_path):
+    numbers = []
+    for options in (
+        (),
+        ("--projection-dim", "8"),
+        ("--fisher", "sampled", "--seed", "3"),
+        ("--damping", "1.0"),
+    ):
+        good(call(*ASK, "--no-html", "--overwrite", *options))
+        scores = read_scores(tmp_path / "out" / "scores.parquet")
+        assert not options or options[1] in scores.about[options[0][2:].removesuffix("-dim")]
+        assert not any(torch.allclose(scores.values, other) for other in numbers)
+        numbers.append(scores.values)
 
 
 def test_include_exclude_target_and_batches(files, call, tmp_path, assert_close):
-    words = ("--include", "mlp", "--exclude", r"layers\.0", "--target", "mean", "--tokens", "64")
+    words = ("--include", "mlp", "--exclude", "down_proj$", "--target", "mean", "--tokens", "64")
     good(call(*ASK, "--no-html", "--method", "graddot", *words))
     scores = read_scores(tmp_path / "out" / "scores.parquet")
-    expected = graddot(*sides(files, include="mlp", exclude=r"layers\.0"), target="mean").in_order(
+    expected = graddot(*sides(files, include="mlp", exclude="down_proj$"), target="mean").in_order(
         list(scores.ids)
     )
     assert_close(scores.values, expected.query(*scores.query_ids).values)
 
 
-@pytest.mark.parametrize("method", ["graddot", "gradcos", "kfac", "ekfac", "logra"])
+@pytest.mark.parametrize("method", ["graddot", "gradcos", "ekfac", "logra"])
 def test_token_shares_add_up(files, method, assert_close):
     config = settings(files, method=method)
     inputs = load(config)
@@ -222,8 +225,7 @@ def test_token_shares_are_those_of_the_core(files, assert_close):
         assert_close(share, expected[rows.examples.ids.index(name)][: len(share)][:, columns])
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "csv", "h5"])
-@pytest.mark.parametrize("layout", ["long", "wide"])
+@pytest.mark.parametrize(("suffix", "layout"), [("parquet", "wide"), ("csv", "long"), ("h5", "wide")])
 def test_formats(call, tmp_path, suffix, layout):
     good(call(*ASK, "--no-html", "--method", "graddot", "--format", suffix, "--layout", layout))
     joined = read_joined(tmp_path / "out" / f"scores.{suffix}")
@@ -247,13 +249,9 @@ def test_report_of_a_run(call, tmp_path):
     assert page.count('class="text"') >= 6
 
 
-@pytest.mark.parametrize("method", ["graddot", "ekfac"])
-def test_replay_gives_the_same_numbers(call, tmp_path, method):
-    good(
-        call(*ASK, "--method", method, "--fisher", "sampled")
-        if method == "ekfac"
-        else call(*ASK, "--method", method)
-    )
+@pytest.mark.parametrize(("method", "options"), [("gradcos", ()), ("ekfac", ("--fisher", "sampled"))])
+def test_replay_gives_the_same_numbers(call, tmp_path, method, options):
+    good(call(*ASK, "--method", method, *options))
     good(call("run", "out/config.yaml", "--out", "again", "--quiet"))
     first, second = (read_scores(tmp_path / name / "scores.parquet") for name in ("out", "again"))
     assert (
@@ -270,8 +268,9 @@ def test_replay_refuses_changed_inputs(call, files, tmp_path):
     good(call(*words, "--no-html", "--method", "graddot"))
     lines(train, TRAIN[1:])
     assert "inputs: train changed" in refused(call("run", "out/config.yaml", "--out", "again", "--quiet"))
-    good(call("run", "out/config.yaml", "--out", "again", "--quiet", "--allow-changed"))
     assert "--overwrite" in refused(call("run", "out/config.yaml", "--quiet", "--allow-changed"))
+    good(call("run", "out/config.yaml", "--out", "again", "--quiet", "--allow-changed"))
+    assert read_scores(tmp_path / "again/scores.parquet").ids == tuple(row["id"] for row in TRAIN[1:])
 
 
 def test_replay_mentions_other_versions(call, tmp_path):
@@ -471,9 +470,10 @@ def test_help_states_sign_defaults_and_units(call):
         ("yaml", ("run", "{f}/train.jsonl"), "cli"),
     ],
 )
-def test_missing_packages_name_the_extra(call, monkeypatch, module, words, extra):
+def test_missing_packages_name_the_extra(call, tmp_path, monkeypatch, module, words, extra):
     monkeypatch.setitem(sys.modules, module, None)
     assert f"pip install 'attrax[{extra}]'" in refused(call(*words))
+    assert not (tmp_path / "out").exists()
 
 
 def test_demo_is_called(call, monkeypatch):
