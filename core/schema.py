@@ -198,7 +198,10 @@ def pack(leaf: Leaf) -> Packed:
             return Packed(form, (leaf.w.clone(),), single)
         case _:
             keep, counts = _used_rows((leaf.g != 0).any(-1).numpy(), leaf.calls)
-            arrays = tuple(getattr(leaf, array.name)[torch.from_numpy(keep)] for array in form.arrays)
+            rows = torch.from_numpy(np.flatnonzero(keep))
+            arrays = tuple(
+                getattr(leaf, array.name).flatten(0, 1).index_select(0, rows) for array in form.arrays
+            )
             return Packed(form, arrays, offsets_of(counts))
 
 

@@ -1,7 +1,6 @@
 """What goes into a store comes out: every kind of leaf, every dtype, every id, and the same scores."""
 
 import math
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,29 +12,21 @@ from torch.utils import _pytree as pytree
 
 from attrax.core import (
     Block,
-    Blocks,
-    Diagonal,
     Examples,
     Factorized,
     GradTree,
     Materialized,
     Part,
-    Source,
     Sum,
     collect,
     diagonal,
     factorized,
-    fold,
     lookup,
     materialize_leaf,
     materialized,
-    take,
     token_scores,
 )
-from attrax.core.kronecker import kronecker_sums, merge
 from attrax.frontends.store import open_store, store
-from attrax.methods import ekfac, gradcos, graddot, self_influence, tracin
-from attrax.methods.tracin import Stepped
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SPECIAL = torch.tensor([1.0, -0.0, 3.0e38, 1e-39, math.inf, math.nan, 1 / 3, 65536.0]).bfloat16()
@@ -101,24 +92,6 @@ def read(source) -> Any:
 
 def open_shard(folder) -> Any:
     return h5py.File(next(folder.glob("*.shard.h5")))
-
-
-def random_blocks(rng, sizes=(3, 2, 4), steps=None, dtype=torch.float64):
-    """Blocks of two layers with token counts and weights, named in order."""
-    first = np.cumsum([0, *sizes])
-    blocks = []
-    for k, size in enumerate(sizes):
-        lengths = [1 + (3 * k + b) % 6 for b in range(size)]
-        leaves = {
-            "fc.weight": factorized("fc.weight", rows(rng, 4, dtype, lengths), rows(rng, 3, dtype, lengths)),
-            "ln.weight": diagonal("ln.weight", rows(rng, 3, dtype, lengths), rows(rng, 3, dtype, lengths)),
-        }
-        weight = torch.rand(size, generator=rng, dtype=torch.float64) + 0.5
-        step = 0 if steps is None else steps[k]
-        ids = [f"e{n}" for n in range(first[k], first[k] + size)]
-        about = {"weight": weight, "tokens": torch.tensor(lengths), "fingerprint": f"at {step}", "step": step}
-        blocks.append(make(leaves, ids, learning_rate=0.1 * (step + 1), **about))
-    return blocks
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -331,150 +304,6 @@ def test_shards_close_by_bytes_and_by_examples(tmp_path):
     assert len(write(tmp_path / "c", *blocks).shards) == 1
 
 
-@pytest.mark.parametrize("block_examples", [None, 1, 4, 100])
-@pytest.mark.parametrize("shard_examples", [1, 100])
-def test_scores_from_a_store_are_those_from_memory(tmp_path, rng, block_examples, shard_examples):
-    sizes = (3, 2, 1, 3)
-    blocks, queries = random_blocks(rng, sizes), random_blocks(rng, (2, 1))
-    write(tmp_path / "train", *blocks, shard_examples=shard_examples)
-    write(tmp_path / "query", *queries)
-    train, query = (
-        open_store(tmp_path / "train", block_examples=block_examples),
-        open_store(tmp_path / "query"),
-    )
-    for method in (graddot, gradcos):
-        found, expected = method(train, query), method(Blocks(blocks), Blocks(queries))
-        assert (found.ids, found.query_ids) == (expected.ids, expected.query_ids)
-        assert torch.allclose(found.values, expected.values, rtol=1e-10, atol=1e-12)
-    expected = self_influence(Blocks(blocks)).values
-    assert torch.allclose(self_influence(train).values, expected, rtol=1e-10, atol=1e-12)
-    if block_examples:
-        assert {len(e) for e, _ in train.map(lambda *_: None)} <= {
-            block_examples,
-            sum(sizes) % block_examples,
-        }
-
-
-def test_kronecker_statistics_and_ekfac_from_a_store(tmp_path, rng):
-    blocks, queries = random_blocks(rng, (6, 5, 7)), random_blocks(rng, (2,))
-    train = write(tmp_path, *blocks, keep_factored=True)
-    expected = ekfac(Blocks(blocks), Blocks(queries), damping=0.1)
-    assert torch.allclose(ekfac(train, Blocks(queries), damping=0.1).values, expected.values, rtol=1e-8)
-    rebatched = open_store(tmp_path, block_examples=4)
-
-    def reduce(state, leaf) -> Any:
-        return (
-            None
-            if isinstance(leaf, Diagonal)
-            else merge(state, kronecker_sums(leaf))
-            if state
-            else kronecker_sums(leaf)
-        )
-
-    found, whole = (fold(reduce, source)[0]["fc.weight"] for source in (rebatched, Blocks(blocks)))
-    assert found.rows == whole.rows and torch.allclose(found.a, whole.a, rtol=1e-10)
-
-
-def test_tracin_from_two_stores(tmp_path, rng):
-    steps = [0, 0, 3, 4]
-    blocks = random_blocks(rng, (2, 1, 2, 3), steps)
-    queries = [
-        make(block.grads.map(lambda _, x: take(x, slice(0, 1))), "q", **vars_of(block))
-        for block in blocks[1:]
-    ]
-    train, query = write(tmp_path / "t", *blocks), write(tmp_path / "q", *queries)
-    assert isinstance(query, Stepped) and isinstance(train, Source) and query.steps() == (0, 3, 4)
-
-    class Steps(Blocks):
-        def steps(self):
-            return tuple(sorted({block.examples.step for block in self.blocks}))
-
-        def at(self, step):
-            return Blocks([block for block in self.blocks if block.examples.step == step])
-
-    found, expected = tracin(train, query), tracin(Blocks(blocks), Steps(queries))
-    assert (found.ids, found.steps) == (expected.ids, expected.steps)
-    assert torch.allclose(found.values, expected.values, rtol=1e-10, atol=1e-12)
-
-
-def vars_of(block):
-    e = block.examples
-    return {
-        "step": e.step,
-        "fingerprint": e.fingerprint,
-        "learning_rate": e.learning_rate,
-        "weight": e.weight[:1],
-    }
-
-
-def test_views_of_a_store(tmp_path, rng):
-    blocks = random_blocks(rng, (3, 2, 4), [0, 1, 1])
-    open_ = write(tmp_path, *blocks, shard_examples=3)
-    assert (len(open_), open_.examples, open_.steps(), open_.reiterable) == (9, 9, (0, 1), True)
-    assert open_.fingerprints == ("at 0", "at 1") and len(open_.runs) == 1
-    assert open_.at(1).ids == ("e3", "e4", "e5", "e6", "e7", "e8")
-    assert open_.select(ids=["e7", "e1", "e4"]).ids == ("e1", "e4", "e7")
-    assert open_.select(ids=["e7", "e1"], steps=[1]).ids == ("e7",)
-    assert [b.examples.ids for b in read(open_.select(ids=["e1", "e3", "e4", "e8"]))] == [
-        ("e1",),
-        ("e3", "e4"),
-        ("e8",),
-    ]
-    whole = {
-        i: materialize_leaf(take(b.grads["fc.weight"], slice(k, k + 1))).w
-        for b in blocks
-        for k, i in enumerate(b.examples.ids)
-    }
-    found = open_.block(["e8", "e3", "e5", "e8"])
-    assert found.examples.ids == ("e8", "e3", "e5", "e8")
-    expected = torch.cat([whole[i] for i in found.examples.ids])
-    assert torch.allclose(materialize_leaf(found.grads["fc.weight"]).w, expected, rtol=1e-12)
-    assert (
-        "9 examples" in repr(open_) and "fc.weight" in open_.summary() and "steps 0 to 1" in open_.summary()
-    )
-
-
-def test_rows_that_were_never_written_are_named(tmp_path):
-    written = [0, 1, 2, 3, 4, 5, 6, 8]
-    leaf = materialized("w", torch.ones(len(written), 3))
-    open_ = write(tmp_path, make({"w": leaf}, map(str, written)))
-    expected = [str(n) for n in range(10)]
-    assert open_.missing(expected) == ("7", "9")
-    for ask in (lambda: open_.select(ids=expected), lambda: open_.block(expected)):
-        with pytest.raises(KeyError, match="'7', '9'"):
-            ask()
-    with pytest.raises(KeyError, match="lacks 1 steps"):
-        open_.at(5)
-    scores = graddot(open_, open_.select(ids=["0"]), target="as_trained")
-    with pytest.raises(KeyError, match="'7', '9'"):
-        scores.in_order(expected)
-
-
-def test_examples_that_make_no_block_are_refused(tmp_path, rng):
-    open_ = write(tmp_path, *random_blocks(rng, (2, 2), [0, 1]))
-    with pytest.raises(ValueError, match=r"steps \[0, 1\]"):
-        open_.block(["e0", "e3"])
-    with pytest.raises(ValueError, match="0 rows"):
-        open_.block([])
-
-
-def test_further_columns(tmp_path):
-    def columns(examples):
-        return {"text": [f"<{i}>" for i in examples.ids], "loss": [len(i) / 2 for i in examples.ids]}
-
-    blocks = [make({"w": materialized("w", torch.ones(2, 3))}, ids) for ids in (["a", "bb"], ["ccc", ""])]
-    open_ = write(tmp_path, *blocks, columns=columns, shard_examples=1)
-    assert open_.select(ids=["ccc", "a"]).column("text") == ("<a>", "<ccc>")
-    assert open_.column("loss").tolist() == [0.5, 1.0, 1.5, 0.0]
-    with pytest.raises(KeyError, match="loss"):
-        open_.column("label")
-    with (
-        store(tmp_path, columns=lambda examples: {"text": ["x"]}) as sink,
-        pytest.raises(ValueError, match="'text'"),
-    ):
-        sink(blocks[0])
-
-
 def test_what_cannot_be_stored(tmp_path):
     leaf = materialized("w", torch.ones(1, 3))
     with store(tmp_path) as sink:
@@ -516,34 +345,3 @@ def test_stores_that_cannot_be_opened(tmp_path):
         open_store(tmp_path, run="x")
     with pytest.raises(ValueError, match="at least 1"):
         open_store(tmp_path, block_examples=0)
-
-
-def test_small_appends_and_scattered_reads_are_fast(tmp_path, rng):
-    x = torch.randn(20_000, 64, generator=rng)
-    start = time.perf_counter()
-    with store(tmp_path / "small") as sink:
-        for n in range(500):
-            sink(make({"w": materialized("w", x[n : n + 1])}, [str(n)]))
-    assert time.perf_counter() - start < 20
-    blocks = [
-        make({"w": materialized("w", x[n : n + 500])}, map(str, range(n, n + 500)))
-        for n in range(0, 20_000, 500)
-    ]
-    open_ = write(tmp_path / "large", *blocks)
-    chosen = torch.randperm(20_000, generator=rng)[:5000]
-    start = time.perf_counter()
-    found = open_.block([str(n) for n in chosen.tolist()])
-    assert time.perf_counter() - start < 20
-    assert torch.equal(found.grads["w"].w, x[chosen])
-
-
-def test_memory_is_bounded_by_a_window_of_blocks(tmp_path, monkeypatch):
-    from attrax.frontends import gather
-
-    read_at_once = []
-    real = gather.read_rows
-    monkeypatch.setattr(gather, "read_rows", lambda *args: read_at_once.append(len(args[2])) or real(*args))
-    blocks = [make({"w": materialized("w", torch.full((1, 1024), float(n)))}, [str(n)]) for n in range(40)]
-    open_ = write(tmp_path, *blocks)
-    windows = list(gather.stream(open_.path, open_.shards, open_.rows, None, frozenset(), 5 * 4500))
-    assert len(windows) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
