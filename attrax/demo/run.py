@@ -5,11 +5,13 @@ records the run: TracIn is computed from that store alone.  A second capture at 
 EK-FAC score.  Held-out questions ask for facts that one known passage each states in other words.
 """
 
+import json
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 
 import attrax
 from attrax.config import Config, Recorded, versions, write_config
-from attrax.core import Scores, content_ids
+from attrax.core import Factorized, Leaf, Scores, content_ids
 from attrax.demo import recipe
 from attrax.frontends.data import Batches, Encoded, batches, encode
 from attrax.methods import descending_rank
@@ -30,7 +32,7 @@ from attrax.questions import bm25, build_report, known_sources, recall
 from attrax.report import Retrieval, write_report
 
 PROJECTION = attrax.Projection(16)
-EPOCHS_APART = 4
+EPOCHS_APART = 2
 CUTOFFS = (1, 5, 10)
 
 
@@ -58,11 +60,11 @@ def main(out: Path, *, overwrite: bool = False) -> None:
     with _timed(console, "TracIn from the recorded run, without the model"):
         tracin = score_run(out, train.ids)
     with _timed(console, "GradDot and EK-FAC from the second capture"):
-        graddot, ekfac, linear = score_final(out / "final", model, query, train.ids)
+        graddot, body, ekfac, linear = score_final(out / "final", model, query, train.ids)
     console.print(coverage)
     config = _config(out, model, tokenizer, passages, questions)
     inputs = Inputs(model, tokenizer, passages, questions, train, query, Recorded(versions(), {}))
-    found = {"EK-FAC": ekfac, "GradDot": graddot, "TracIn": tracin}
+    found = {"EK-FAC": ekfac, "EK-FAC without the output head": body, "GradDot": graddot, "TracIn": tracin}
     words = bm25(config, inputs, ekfac)
     if words is not None:
         found["BM25 (words in common)"] = words
@@ -75,7 +77,9 @@ def main(out: Path, *, overwrite: bool = False) -> None:
         attrax.write_scores(scores, out / f"{name}.parquet", columns=passages, queries=questions)
     write_config(config, inputs.recorded, out / "config.yaml")
     show(console, ekfac, inputs, rows)
-    console.print(f"\n[bold]{out / 'report.html'}[/] has every question, ranked passages and token heat maps;")
+    console.print(
+        f"\n[bold]{out / 'report.html'}[/] has every question, ranked passages and token heat maps;"
+    )
     console.print(f"scores are in {out}/ekfac.parquet, graddot.parquet and tracin.parquet;")
     console.print(f"[bold]attrax run {out / 'config.yaml'} --out …[/] scores the trained model again.")
 
@@ -88,7 +92,7 @@ def record_run(
     model = recipe.model(tokenizer)
     names = {_content(example): row["id"] for example, row in zip(dataset, passages, strict=True)}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = recipe.trainer(model, tokenizer, folder, disable_tqdm=False)
+        trainer = recipe.trainer(model, tokenizer, folder, epochs=recipe.EPOCHS)
         steps = -(-len(dataset) // trainer.args.per_device_train_batch_size)
         recorded: Callable[[int], bool] = lambda step: step // steps % EPOCHS_APART == EPOCHS_APART - 1  # noqa: E731
         with attrax.store(out / "run") as run, attrax.store(out / "questions") as asked:
@@ -123,14 +127,23 @@ def score_run(out: Path, order: Sequence[str]) -> Scores:
 
 def score_final(
     folder: Path, model: torch.nn.Module, query: Encoded, order: Sequence[str]
-) -> tuple[Scores, Scores, Callable[..., Scores]]:
-    """GradDot and EK-FAC scores, and EK-FAC as a function of another train source (for the heat map)."""
+) -> tuple[Scores, Scores, Scores, Callable[..., Scores]]:
+    """GradDot, EK-FAC on the body, EK-FAC with the output head, and the last as a function of the train source.
+
+    By default EK-FAC leaves the output head out, whose curvature is expensive in a large vocabulary.  This
+    vocabulary is small, and the head knows which words were learned where.
+    """
     train = attrax.open_store(folder)
     questions = attrax.live(model, batches(query, tokens=8192))
-    graddot = attrax.graddot(train, questions)
-    linear = partial(attrax.influence, attrax.fit_ekfac(train), query=questions)
-    ekfac = linear(train)
-    return tuple(s.in_order(order).query(*query.ids) for s in (graddot, ekfac)) + (linear,)  # type: ignore[return-value]
+    linear = partial(attrax.influence, attrax.fit_ekfac(train, scope=every_matrix), query=questions)
+    found = (attrax.graddot(train, questions), attrax.ekfac(train, questions), linear(train))
+    graddot, body, ekfac = (scores.in_order(order).query(*query.ids) for scores in found)
+    return graddot, body, ekfac, linear
+
+
+def every_matrix(name: str, leaf: Leaf) -> bool:
+    """Scope of all linear layers, the output head included."""
+    return isinstance(leaf, Factorized)
 
 
 def retrieval(found: Mapping[str, Scores], inputs: Inputs) -> tuple[Retrieval, ...]:
@@ -142,7 +155,9 @@ def retrieval(found: Mapping[str, Scores], inputs: Inputs) -> tuple[Retrieval, .
     return (*rows, Retrieval("random order", chance))
 
 
-def show(console: Console, scores: Scores, inputs: Inputs, rows: Sequence[Retrieval], questions: int = 4) -> None:
+def show(
+    console: Console, scores: Scores, inputs: Inputs, rows: Sequence[Retrieval], questions: int = 4
+) -> None:
     """Print the top passages of some questions and the retrieval table."""
     texts = {row["id"]: row["text"] for row in inputs.train_records}
     for record in inputs.query_records[:: max(1, len(inputs.query_records) // questions)][:questions]:
@@ -152,7 +167,9 @@ def show(console: Console, scores: Scores, inputs: Inputs, rows: Sequence[Retrie
             console.print(f"  {rank}. {value:>9.3g}  {name}  {texts[name][:90]} {mark}")
         place = descending_rank(scores, record["id"], record["source"])
         console.print(f"     the passage that states it, {record['source']}, ranks {place:g}")
-    table = Table(title=f"Share of {len(inputs.query_records)} questions whose stating passage is in the top k")
+    table = Table(
+        title=f"Share of {len(inputs.query_records)} questions whose stating passage is in the top k"
+    )
     table.add_column("method")
     for k in CUTOFFS:
         table.add_column(f"top {k}", justify="right")
@@ -172,7 +189,6 @@ def _contents(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _config(out: Path, model: Any, tokenizer: Any, passages: list[Any], questions: list[Any]) -> Config:
-    import json
 
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
@@ -180,12 +196,12 @@ def _config(out: Path, model: Any, tokenizer: Any, passages: list[Any], question
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
     files = {"train": str(out / "passages.jsonl"), "query": str(out / "questions.jsonl")}
-    return Config(model=str(out / "model"), out=str(out / "again"), method="ekfac", max_length=96, top=5, **files)
+    return Config(
+        model=str(out / "model"), out=str(out / "again"), method="ekfac", max_length=96, top=5, **files
+    )
 
 
 def _with_retrieval(report: Any, rows: tuple[Retrieval, ...]) -> Any:
-    from dataclasses import replace
-
     return replace(report, title="What did the model learn it from?", retrieval=rows)
 
 
