@@ -56,7 +56,7 @@ class Scores:
         (('a', 'b'), tensor([2., 1.]), tensor([2, 1]))
         """
         order = {i: k for k, i in enumerate(dict.fromkeys(self.ids))}
-        index = torch.tensor([order[i] for i in self.ids], device=self.values.device)
+        index = torch.tensor([order[i] for i in self.ids], dtype=torch.int64, device=self.values.device)
         total = self.values.new_zeros(len(order), self.values.shape[1]).index_add(0, index, self.values)
         count = torch.zeros(len(order), dtype=torch.int64, device=index.device).index_add(
             0, index, torch.ones_like(index)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attrax.core.leaves import Leaf, batch_size, covers
+from attrax.core.leaves import Leaf, Sum, batch_size, covers
 from attrax.core.pytree import register_value
 
 Target: TypeAlias = Literal["sum", "mean", "as_trained"]
@@ -109,8 +109,8 @@ def describe(leaf: Leaf) -> str:
     'Diagonal(x[2, 3, 4], g[2, 3, 4]) of ln.weight'
     """
     kind = type(leaf).__name__
-    if kind == "Sum":
-        inner = " + ".join(describe(use).split(" of ")[0] for use in leaf.uses)  # type: ignore[union-attr]
+    if isinstance(leaf, Sum):
+        inner = " + ".join(describe(use).split(" of ")[0] for use in leaf.uses)
         return f"Sum({inner}) of {', '.join(covers(leaf))}"
     fields = [name for name in ("ids", "a", "x", "g", "w") if hasattr(leaf, name)]
     shapes = ", ".join(f"{name}{list(getattr(leaf, name).shape)}" for name in fields)
