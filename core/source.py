@@ -165,6 +165,18 @@ def one_fingerprint(seen: str | None, examples: Examples, operation: str) -> str
     return examples.fingerprint
 
 
+def several_passes(source: Source, operation: str) -> None:
+    """Check that a source can be read more than once.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if not source.reiterable:
+        raise ValueError(
+            f"{operation}: needs several passes over the data, but this source can be read once. Use a store."
+        )
+
+
 def fold(
     reducer: Callable[[S | None, Leaf], S], source: Source, *, operation: str = "fold"
 ) -> tuple[dict[str, S], str, int]:

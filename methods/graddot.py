@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from attrax.core import CPU, Hardware, Scores, Source, Target, collect, sq_norms_leaf, targeted
-from attrax.core.source import row_sums
+from attrax.core.source import row_sums, several_passes
 from attrax.methods.pairwise import pairwise
 
 
@@ -46,7 +46,7 @@ def gradcos(train: Source, query: Source, *, target: Target = "sum", hardware: H
 
     Args:
         train: Re-iterable train gradients (one pass for products, one for norms).
-        query: Query gradients at the same parameters.
+        query: Re-iterable query gradients at the same parameters.
         target: See `graddot`; a cosine does not depend on an example's positive scale.
         hardware: Roofline figures and memory budget.
 
@@ -54,7 +54,7 @@ def gradcos(train: Source, query: Source, *, target: Target = "sum", hardware: H
         Scores [N, Q] in [-1, 1]; 0 where a gradient is zero.
 
     Raises:
-        ValueError: If sources are empty or taken at different parameters.
+        ValueError: If sources are empty, can be read once only, or were taken at different parameters.
 
     >>> import torch
     >>> from attrax.core import Block, Blocks, Examples, GradTree, factorized
@@ -63,6 +63,8 @@ def gradcos(train: Source, query: Source, *, target: Target = "sum", hardware: H
     >>> gradcos(source, source).values
     tensor([[1.]])
     """
+    for side in (train, query):
+        several_passes(side, "gradcos")
     dots = graddot(train, query, target=target, hardware=hardware)
     n, q = (_norms(targeted(side, target), hardware).to(dots.values.dtype) for side in (train, query))
     scale = n.unsqueeze(1) * q

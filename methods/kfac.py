@@ -44,7 +44,7 @@ from attrax.core import (
 )
 from attrax.core.kronecker import MAX_DIM, Spectrum, update
 from attrax.core.pytree import register_value
-from attrax.core.source import one_fingerprint, resampled
+from attrax.core.source import one_fingerprint, resampled, several_passes
 from attrax.methods.pairwise import pairwise
 
 Fisher: TypeAlias = Literal["empirical", "sampled"]
@@ -177,10 +177,7 @@ def fit_ekfac(
     >>> fit_ekfac(source).method
     'ekfac'
     """
-    if not train.reiterable:
-        raise ValueError(
-            "fit_ekfac: needs two passes over the data, but this source can be read once. Use a store."
-        )
+    several_passes(train, "fit_ekfac")
     bases, fingerprint, count = _fit_bases(
         train, fisher, target, scope, projection, max_dim, seed, "fit_ekfac"
     )
@@ -284,6 +281,7 @@ def kfac(
     hardware: Hardware = CPU,
 ) -> Scores:
     """K-FAC influence in one call: `fit_kfac`, then `influence`; arguments as there."""
+    several_passes(train, "kfac")
     curvature = fit_kfac(train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed)
     return influence(curvature, train, query, damping=damping, hardware=hardware)
 

@@ -33,7 +33,7 @@ from attrax.core import (
     transformed,
 )
 from attrax.core.algebra import wide
-from attrax.core.source import one_fingerprint
+from attrax.core.source import one_fingerprint, several_passes
 from attrax.methods.kfac import Scope
 from attrax.methods.pairwise import pairwise
 
@@ -194,5 +194,6 @@ def logra(
     >>> logra(source, source, dim=4).values.shape
     torch.Size([8, 8])
     """
+    several_passes(train, "logra")
     fit = fit_logra(train, projection=Projection(dim, seed=seed), target=target, scope=scope)
     return score_logra(fit, train, query, damping=damping, scope=scope, hardware=hardware)

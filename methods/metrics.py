@@ -43,12 +43,17 @@ def descending_rank(scores: Scores, query: str, example: str) -> float:
 
     Rows of the example at several steps are summed first.
 
+    Raises:
+        KeyError: If the query or the example is unknown.
+
     >>> s = Scores(torch.tensor([[1.0], [3.0], [3.0]]), ("a", "b", "c"), ("q",))
     >>> descending_rank(s, "q", "b")
     1.5
     """
     folded = scores if len(set(scores.ids)) == len(scores.ids) else scores.per_example()[0]
     column = folded.query(query).values[:, 0]
+    if example not in folded.ids:
+        raise KeyError(f"descending_rank: example '{example}' is not among the {len(folded)} that were scored.")
     return float(average_ranks(-column)[folded.ids.index(example)])
 
 
@@ -65,7 +70,7 @@ def recall_at(scores: Scores, truth: Mapping[str, str], ks: Sequence[int] = (1, 
 
     Raises:
         ValueError: If `truth` is empty.
-        KeyError: If a query is not among the columns.
+        KeyError: If a query is not among the columns, or a source not among the rows.
 
     >>> s = Scores(torch.tensor([[1.0], [3.0]]), ("a", "b"), ("q",))
     >>> recall_at(s, {"q": "a"}, (1, 2))
