@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ImportError:
     sys.stderr.write(
         "attrax: the command line needs the package 'typer'. Install it: pip install 'attrax[cli]'\n"
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from attrax.pipeline import Track
 
 
-class Guarded(typer.core.TyperGroup):
+class Guarded(TyperGroup):
     """Commands whose user errors are one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -201,16 +201,23 @@ def sources(config: Config, inputs: Inputs, track: Track) -> tuple[Live, Live | 
         sum(len(tokens) for tokens in side.tokens) if side else 0 for side in (inputs.train, inputs.query)
     ]
     advance = track(config.method, sum(n * size for n, size in zip(passes, sizes, strict=True)))
-    train = _live(config, inputs, inputs.train, advance)
+    train = _live(config, inputs, inputs.train, advance, verify=True)
     return train, _live(config, inputs, inputs.query, advance) if inputs.query else None
 
 
-def _live(config: Config, inputs: Inputs, data: Encoded, advance: Advance) -> Live:
+def _live(config: Config, inputs: Inputs, data: Encoded, advance: Advance, *, verify: bool = False) -> Live:
+    """A live source; comparing one example with autograd on the train side speaks for all sides."""
     pad = inputs.tokenizer.pad_token_id
     made = batches(data, tokens=config.tokens, pad_id=0 if pad is None else pad)
     fed = Fed(made, device_of(config), advance)
-    selection = {"include": config.include, "exclude": config.exclude}
-    return live(inputs.model, fed, on_nonfinite=config.on_nonfinite, **selection)
+    return live(
+        inputs.model,
+        fed,
+        include=config.include,
+        exclude=config.exclude,
+        on_nonfinite=config.on_nonfinite,
+        verify=verify,
+    )
 
 
 def fit_and_score(config: Config, train: Source, query: Source | None) -> tuple[Scores, Score | None]:

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import datasets
 import pandas as pd
@@ -382,7 +382,7 @@ def test_skips_are_named(call, tmp_path):
 def test_other_data_formats(call, tmp_path):
     pd.DataFrame(TRAIN).to_csv(tmp_path / "train.csv", index=False)
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "rope"}]
-    both = datasets.DatasetDict(a=datasets.Dataset.from_list([{"id": "c", "messages": messages}]))
+    both = datasets.DatasetDict({"a": datasets.Dataset.from_list([{"id": "c", "messages": messages}])})
     both["b"] = both["a"]
     both.save_to_disk(tmp_path / "chats")
     words = (
@@ -478,8 +478,7 @@ def test_missing_packages_name_the_extra(call, tmp_path, monkeypatch, module, wo
 
 def test_demo_is_called(call, monkeypatch):
     calls = []
-    fake = ModuleType("attrax.demo.run")
-    fake.main = lambda out, **options: calls.append((str(out), options))
+    fake = SimpleNamespace(main=lambda out, **options: calls.append((str(out), options)))
     monkeypatch.setitem(sys.modules, "attrax.demo.run", fake)
     monkeypatch.setattr("attrax.demo.run", fake, raising=False)
     good(call("demo", "--out", "there", "--overwrite"))

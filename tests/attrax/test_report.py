@@ -119,7 +119,7 @@ def test_all_text_is_escaped():
     )
     made = render(report)
     page = Page(made)
-    assert made.count("<script>") == 1 and "alert" not in re.search(r"<script>(.*?)</script>", made, re.S)[1]
+    assert made.count("<script>") == 1 and "alert" not in re.findall(r"<script>(.*?)</script>", made, re.S)[0]
     assert page.words().count(EVIL) >= 12
     assert not [
         1 for tag, a in page.tags if any("alert" in (v or "") for k, v in a.items() if k != "aria-label")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -31,7 +32,7 @@ CHAT = [
 ]
 
 
-def make_tokenizer(ends="<s> $A </s>", template=TEMPLATE, merges=()):
+def make_tokenizer(ends="<s> $A </s>", template=TEMPLATE, merges=()) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {t: i for i, t in enumerate([*SPECIAL, *alphabet, *("".join(m) for m in merges)])}
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), unk_token="<unk>"))
@@ -109,13 +110,13 @@ def test_every_format_gives_the_same_examples(tmp_path, write):
 
 def test_splits_of_a_saved_dataset(tmp_path):
     both = datasets.DatasetDict(
-        train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:1])
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
     )
     both.save_to_disk(tmp_path / "both")
     assert len(read_examples(tmp_path / "both", split="test")) == 1
     with pytest.raises(ValueError, match=r"splits \['test', 'train'\]"):
         read_examples(tmp_path / "both")
-    datasets.DatasetDict(train=both["train"]).save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": both["train"]}).save_to_disk(tmp_path / "one")
     assert len(read_examples(tmp_path / "one")) == 3
     with pytest.raises(ValueError, match="without splits"):
         read_examples(write_saved(tmp_path), split="train")
@@ -322,8 +323,9 @@ def test_overlong_examples(tokenizer):
     assert "1 skipped (overlong)" in repr(left)
     with pytest.raises(ValueError, match="none of 4 examples is left"):
         encode(RECORDS, tokenizer, max_length=2, overlong="skip")
+    wrong: Any = "drop"
     with pytest.raises((ValueError, TypeError), match="overlong"):
-        encode(RECORDS, tokenizer, max_length=2, overlong="drop")
+        encode(RECORDS, tokenizer, max_length=2, overlong=wrong)
 
 
 def test_empty_examples():

@@ -4,6 +4,7 @@ import csv
 import json
 
 import h5py
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as parquet
 import pytest
@@ -105,7 +106,7 @@ def test_plain_readers_see_what_the_numbers_are(tmp_path):
     assert parquet.read_schema(path).metadata[b"attrax.about.unit"] == b"loss x examples"
     assert pd.read_parquet(path).equals(to_pandas(scores, TRAIN))
     with h5py.File(write_scores(scores, tmp_path / "s.h5")) as file:
-        assert file.attrs["about.method"] == "ekfac" and file["scores"].shape == (3, 2)
+        assert file.attrs["about.method"] == "ekfac" and np.asarray(file["scores"]).shape == (3, 2)
 
 
 def test_columns_without_a_common_type(tmp_path):
