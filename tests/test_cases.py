@@ -46,7 +46,11 @@ class TinyLM(nn.Module):
     def __init__(self, tied: bool = False, vocab: int = 11, width: int = 6) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(vocab, width), nn.Embedding(12, width)
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:
             self.head.weight = self.tok.weight
@@ -78,7 +82,11 @@ def documents(*lengths: int) -> list[Tensor]:
 def padded(docs: Sequence[Tensor], width: int | None = None) -> dict[str, Tensor]:
     width = width or max(map(len, docs))
     rows = torch.stack([F.pad(d, (0, width - len(d))) for d in docs])
-    return {"input_ids": rows, "attention_mask": (rows > 0).long(), "labels": rows.masked_fill(rows == 0, -100)}
+    return {
+        "input_ids": rows,
+        "attention_mask": (rows > 0).long(),
+        "labels": rows.masked_fill(rows == 0, -100),
+    }
 
 
 def one_by_one(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> dict[str, Tensor]:
@@ -87,7 +95,9 @@ def one_by_one(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> dict
     rows = []
     for loss in losses:
         grads = torch.autograd.grad(loss(), list(named.values()), allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(named.values(), grads, strict=True)])
+        rows.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(named.values(), grads, strict=True)]
+        )
     return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(named)}
 
 
@@ -136,7 +146,10 @@ def test_an_example_without_labels_has_no_gradient_and_spoils_nothing() -> None:
     batch["labels"][1] = -100
     found = stored(captured(model, [batch], attrax.causal_lm()))
     right = doc_rows(model, docs)
-    agree(found, {n: g * torch.tensor([1.0, 0.0, 1.0]).reshape(3, *[1] * (g.ndim - 1)) for n, g in right.items()})
+    agree(
+        found,
+        {n: g * torch.tensor([1.0, 0.0, 1.0]).reshape(3, *[1] * (g.ndim - 1)) for n, g in right.items()},
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -246,7 +259,9 @@ def test_parameters_without_a_rule_are_listed_with_their_share() -> None:
 
 
 def test_in_place_activations_change_nothing() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(True), nn.Linear(6, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(True), nn.Linear(6, 3)
+    )
     batch = classified()
     agree(stored(captured(model, [batch])), rows_of(model, batch))
 
@@ -341,7 +356,9 @@ def test_bfloat16_covariances_keep_growing() -> None:
 def test_mixed_dtypes_are_multiplied_in_float32() -> None:
     a, g = torch.randn(3, 5, 4).bfloat16(), torch.randn(3, 5, 2).float()
     w = stored(attrax.GradTree({"w": factorized("w", a, g)}))["w"]
-    torch.testing.assert_close(w.double(), torch.einsum("nto,nti->noi", g.double(), a.double()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        w.double(), torch.einsum("nto,nti->noi", g.double(), a.double()), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_loss_scale_is_divided_out() -> None:
@@ -403,7 +420,9 @@ def test_one_nonfinite_example_is_named_or_skipped() -> None:
     with pytest.raises(ValueError, match="e4"):
         attrax.fit_kfac(attrax.live(model.eval(), [named], xent))
     healthy = attrax.live(model.eval(), [named], xent, on_nonfinite="skip")
-    torch.testing.assert_close(self_gram(attrax.collect(healthy).grads), right @ right.T, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        self_gram(attrax.collect(healthy).grads), right @ right.T, rtol=1e-11, atol=1e-12
+    )
     assert {name for name, _ in healthy.skipped} == {"e4"}
 
 
@@ -507,9 +526,15 @@ def test_nothing_is_left_on_the_model(fails: bool) -> None:
         p.grad = torch.full_like(p, 0.25)
 
     def state() -> list[Any]:
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
-        kept = [(p.tolist(), p.grad.tolist(), p.requires_grad) for p in model.parameters() if p.grad is not None]
-        return [hooks, kept, [m.training for m in model.modules()], list(model.state_dict()), torch.get_rng_state().sum()]
+        hooks = [
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+            for m in model.modules()
+        ]
+        kept = [
+            (p.tolist(), p.grad.tolist(), p.requires_grad) for p in model.parameters() if p.grad is not None
+        ]
+        modes = [m.training for m in model.modules()]
+        return [hooks, kept, modes, list(model.state_dict()), torch.get_rng_state().sum()]
 
     def loss(net: nn.Module, b: Batch) -> Tensor:
         out = xent(net, b)

@@ -24,10 +24,12 @@ Example = dict[str, list[int]]
 VOCAB_SIZE = 2048
 EPOCHS = 12
 IGNORE = -100
+SPECIAL = ("<pad>", "<s>", "</s>")
+PAD, BOS, EOS = range(3)
 
 
 def _read(name: str) -> list[dict[str, Any]]:
-    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    text = resources.files("attrax.demo").joinpath(name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -62,19 +64,20 @@ def tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>"]
     bpe.train_from_iterator(
         (row["text"] for row in passages()),
-        trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False),
+        trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False),
     )
     bpe.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=SPECIAL[PAD], bos_token=SPECIAL[BOS], eos_token=SPECIAL[EOS]
+    )
 
 
 def model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCausalLM:
-    """Build an untrained Llama of about a million parameters.
+    """Build an untrained Llama of two layers and 0.85 million parameters.
 
     Args:
         tokenizer: The tokenizer whose vocabulary the model predicts.
@@ -96,9 +99,9 @@ def model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCausalLM
             initializer_range=0.05,
             tie_word_embeddings=False,
             attention_dropout=0.0,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
         )
     )
 
@@ -154,7 +157,7 @@ def collate(examples: list[Example]) -> dict[str, torch.Tensor]:
         return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
     return {
-        "input_ids": padded([example["input_ids"] for example in examples], 0),
+        "input_ids": padded([example["input_ids"] for example in examples], PAD),
         "attention_mask": padded([[1] * len(example["input_ids"]) for example in examples], 0),
         "labels": padded([example["labels"] for example in examples], IGNORE),
     }
@@ -197,10 +200,11 @@ def trainer(
         use_cpu=True,
         dataloader_pin_memory=False,
     )
+    dataset: Any = encode_passages(tokenizer) if train_dataset is None else train_dataset
     return Trainer(
         model=model,
         args=TrainingArguments(**{**settings, **arguments}),
-        train_dataset=encode_passages(tokenizer) if train_dataset is None else train_dataset,
+        train_dataset=dataset,
         data_collator=collate,
     )
 
