@@ -84,7 +84,7 @@ class _Bound(nn.Module):
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         object.__setattr__(
-            self, "_call", lambda *args, **kwargs: functional_call(model, parameters, args, kwargs)
+            self, "_call", lambda *args, **kwargs: functional_call(model, dict(parameters), args, kwargs)
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

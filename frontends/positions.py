@@ -5,7 +5,7 @@ of positions add up to the score of their example: they say which tokens carry i
 method knowing.  A position is where the gradient enters a layer: the model has read that token and predicts the next.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -46,9 +46,10 @@ class ByPosition:
     def _positions(self, examples: Examples) -> Examples:
         width = self._width(examples)
         ids = tuple(name for name in examples.ids for _ in range(width))
-        repeat: Callable[[Tensor | None], Tensor | None] = lambda x: (
-            None if x is None else x.repeat_interleave(width)
-        )  # noqa: E731
+
+        def repeat(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.repeat_interleave(width)
+
         return replace(examples, ids=ids, weight=repeat(examples.weight), tokens=repeat(examples.tokens))
 
 

@@ -209,12 +209,7 @@ def preconditioned(curvature: Curvature, *, damping: float = 0.1) -> Transform:
     Raises:
         ValueError: If `damping` is negative.
     """
-    if damping < 0:
-        raise ValueError(f"damping: got {damping}; expected a factor >= 0 of the mean eigenvalue.")
-    amounts = {
-        name: relative_damping(values, curvature.bases[name].parts, damping)
-        for name, values in curvature.eigenvalues.items()
-    }
+    amounts = damping_amounts(curvature, damping)
 
     def run(name: str, leaf: Leaf) -> Leaf | None:
         if name not in curvature.bases:
@@ -222,6 +217,20 @@ def preconditioned(curvature: Curvature, *, damping: float = 0.1) -> Transform:
         return precondition(leaf, curvature.bases[name], curvature.eigenvalues[name], damping=amounts[name])
 
     return run
+
+
+def damping_amounts(curvature: Curvature, factor: float) -> dict[str, Tensor]:
+    """`factor` times the mean eigenvalue of each layer, [No, 1] per leaf.
+
+    Raises:
+        ValueError: If `factor` is negative.
+    """
+    if factor < 0:
+        raise ValueError(f"damping: got {factor}; expected a factor >= 0 of the mean eigenvalue.")
+    return {
+        name: relative_damping(values, curvature.bases[name].parts, factor)
+        for name, values in curvature.eigenvalues.items()
+    }
 
 
 def influence(

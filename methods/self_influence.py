@@ -19,7 +19,6 @@ from attrax.core import (
     Target,
     chain,
     projected,
-    relative_damping,
     rotate,
     selected,
     sq_norms_leaf,
@@ -28,7 +27,7 @@ from attrax.core import (
 )
 from attrax.core.scores import scores
 from attrax.core.source import one_fingerprint, row_sums
-from attrax.methods.kfac import Curvature
+from attrax.methods.kfac import Curvature, damping_amounts
 
 
 def self_influence(
@@ -52,7 +51,7 @@ def self_influence(
         Scores [N, 1], column "self"; never negative.
 
     Raises:
-        ValueError: If the source is empty or the parameters differ from the fit's.
+        ValueError: If the source is empty, or parameters or layers differ from the fit's.
 
     >>> from attrax.core import Block, Blocks, GradTree, factorized
     >>> grads = GradTree({"w": factorized("w", torch.ones(1, 1, 2), torch.ones(1, 1, 2))})
@@ -66,21 +65,29 @@ def self_influence(
         about |= {"curvature": curvature.method, "damping": f"{damping} x mean eigenvalue of each layer"}
         about |= {"target": curvature.target, "unit": "loss x examples"}
         bases = curvature.bases
-        for name, values in curvature.eigenvalues.items():
-            metric[name] = 1 / (values + relative_damping(values, bases[name].parts, damping))
+        amounts = damping_amounts(curvature, damping)
+        metric = {name: 1 / (values + amounts[name]) for name, values in curvature.eigenvalues.items()}
         project = () if curvature.projection is None else (projected(curvature.projection),)
         turn = chain(
             selected(lambda name, _: name in bases), *project, lambda name, leaf: rotate(leaf, bases[name])
         )
         source = transformed(targeted(train, curvature.target), turn)
 
+    met: set[str] = set()
+
     def measure(name: str, leaf: Leaf, examples: Examples) -> Tensor:
         if curvature is not None:
             one_fingerprint(curvature.fingerprint, examples, "self_influence")
+        met.add(name)
         return sq_norms_leaf(leaf, name=name, metric=metric.get(name), hardware=hardware)
 
     found = [(examples, value) for examples, value in row_sums(measure, source) if value is not None]
     if not found:
         raise ValueError("self_influence: the train source yielded no examples or no leaf of the fit.")
+    if unmet := [name for name in metric if name not in met]:
+        raise ValueError(
+            f"self_influence: the fit holds leaves that no train block has: {unmet[:5]}. "
+            "Score with the layer selection of the fit."
+        )
     values = torch.cat([value for _, value in found]).unsqueeze(1)
     return scores(values, [examples for examples, _ in found], ["self"], about)

@@ -72,13 +72,17 @@ def tracin(
     rows: list[Examples] = []
     values: list[Tensor] = []
     current: dict[int, Block] = {}
+    wanted: set[str] = set()
+    met: set[str] = set()
     ids: tuple[str, ...] | None = None
 
     def measure(name: str, leaf: Leaf, examples: Examples) -> Tensor:
         if examples.step not in current:
             current.clear()
             current[examples.step] = _queries_at(by_step, examples)
+            wanted.update(current[examples.step].grads)
         queries = current[examples.step]
+        met.add(name)
         if name not in queries.grads:
             raise ValueError(
                 f"tracin: train leaf '{name}' has no query gradient; capture both with one selection."
@@ -98,6 +102,10 @@ def tracin(
         values.append(value * _learning_rate(examples, learning_rates))
     if not rows or ids is None:
         raise ValueError("tracin: the train source yielded no examples.")
+    if unmet := sorted(wanted - met):
+        raise ValueError(
+            f"tracin: the queries hold leaves that no train block has: {unmet[:5]}; capture both with one selection."
+        )
     about = {"method": "tracin", "target": target, "unit": "loss"}
     return scores(torch.cat(values), rows, ids, about)
 

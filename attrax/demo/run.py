@@ -195,9 +195,14 @@ def _config(out: Path, model: Any, tokenizer: Any, passages: list[Any], question
     for name, rows in (("passages", passages), ("questions", questions)):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    files = {"train": str(out / "passages.jsonl"), "query": str(out / "questions.jsonl")}
     return Config(
-        model=str(out / "model"), out=str(out / "again"), method="ekfac", max_length=96, top=5, **files
+        model=str(out / "model"),
+        train=str(out / "passages.jsonl"),
+        query=str(out / "questions.jsonl"),
+        out=str(out / "again"),
+        method="ekfac",
+        max_length=96,
+        top=5,
     )
 
 
