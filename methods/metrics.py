@@ -53,7 +53,9 @@ def descending_rank(scores: Scores, query: str, example: str) -> float:
     folded = scores if len(set(scores.ids)) == len(scores.ids) else scores.per_example()[0]
     column = folded.query(query).values[:, 0]
     if example not in folded.ids:
-        raise KeyError(f"descending_rank: example '{example}' is not among the {len(folded)} that were scored.")
+        raise KeyError(
+            f"descending_rank: example '{example}' is not among the {len(folded)} that were scored."
+        )
     return float(average_ranks(-column)[folded.ids.index(example)])
 
 
