@@ -113,7 +113,7 @@ def load(config: Config) -> Inputs:
     train_records = read_examples(config.train, split=config.train_split)
     query_records = read_examples(config.query, split=config.query_split) if config.query else []
     model, tokenizer = load_model(config)
-    limit = config.max_length or _limit(config, model, tokenizer)
+    limit = _limit(config, model, tokenizer)
 
     def tokens(records: list[Record]) -> Encoded:
         made = encode(
@@ -129,10 +129,11 @@ def load(config: Config) -> Inputs:
 
     train = tokens(train_records)
     query = tokens(query_records) if query_records else None
-    files = {
+    inputs = {"model": f"fingerprint:{fingerprint(dict(model.named_parameters()))}"}
+    inputs |= {
         name: content_hash(path) for name, path in (("train", config.train), ("query", config.query)) if path
     }
-    inputs = {"model": f"fingerprint:{fingerprint(dict(model.named_parameters()))}", **files}
+    inputs["tokens"] = " ".join(side.digest() for side in (train, query) if side)
     return Inputs(model, tokenizer, train_records, query_records, train, query, Recorded(versions(), inputs))
 
 
@@ -177,11 +178,14 @@ def device_of(config: Config) -> torch.device:
 
 
 def _limit(config: Config, model: Any, tokenizer: Any) -> int:
-    limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
-    known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < _UNBOUNDED]
-    if not known:
+    """Most tokens of an example: as asked, at most what the model can read."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    known = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and 0 < n < _UNBOUNDED]
+    if config.max_length is None and not known:
         raise ValueError(f"max_length: '{config.model}' states no maximal length. Give one (--max-length).")
-    return min(known)
+    if config.max_length is not None and isinstance(positions, int) and config.max_length > positions:
+        raise ValueError(f"max_length: got {config.max_length}; the model reads at most {positions} tokens.")
+    return config.max_length or min(known)
 
 
 def _check_vocabulary(model: Any, data: Encoded) -> None:

@@ -131,6 +131,13 @@ class Encoded:
         notes += [f"{len(self.truncated)} truncated"] if self.truncated else []
         return ", ".join([f"{len(self)} examples, {size} tokens, {loss} with loss", *notes])
 
+    def digest(self) -> str:
+        """Hash of all tokens and labels: it changes with the tokenizer, its chat template and the maximal length."""
+        state = hashlib.blake2b(digest_size=16)
+        for row in (*self.tokens, *self.labels):
+            state.update(len(row).to_bytes(8, "little") + row.numpy().tobytes())
+        return f"blake2b:{state.hexdigest()}"
+
     def only(self, ids: Sequence[str]) -> "Encoded":
         """The examples of some ids, in the order asked.
 

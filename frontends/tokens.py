@@ -58,8 +58,10 @@ def parts_of(record: Mapping[str, Any], form: Form | None = None) -> tuple[str, 
         case _:
             messages = _messages(record)
             last = _last_assistant(messages)
-            lines = [f"{m['role']}: {m['content']}" for m in messages[:last]]
-            return "\n".join(lines), messages[last]["content"] if last < len(messages) else ""
+            before = "".join(f"{m['role']}: {m['content']}\n" for m in messages[:last])
+            if last == len(messages):
+                return before, ""
+            return f"{before}assistant: ", messages[last]["content"]
 
 
 def form_of(record: Mapping[str, Any], form: Form | None) -> Form:

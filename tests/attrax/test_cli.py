@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -267,10 +268,24 @@ def test_replay_refuses_changed_inputs(call, files, tmp_path):
     words = [str(train) if word == "{f}/train.jsonl" else word for word in ASK]
     good(call(*words, "--no-html", "--method", "graddot"))
     lines(train, TRAIN[1:])
-    assert "inputs: train changed" in refused(call("run", "out/config.yaml", "--out", "again", "--quiet"))
+    assert "inputs: train, tokens changed" in refused(
+        call("run", "out/config.yaml", "--out", "again", "--quiet")
+    )
     assert "--overwrite" in refused(call("run", "out/config.yaml", "--quiet", "--allow-changed"))
     good(call("run", "out/config.yaml", "--out", "again", "--quiet", "--allow-changed"))
     assert read_scores(tmp_path / "again/scores.parquet").ids == tuple(row["id"] for row in TRAIN[1:])
+
+
+def test_replay_notices_another_tokenizer(call, files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    good(call(*ASK, "-m", "model", "--no-html", "--method", "graddot"))
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text(
+        tokenizer.read_text()
+        .replace('"add_prefix_space":false', '"add_prefix_space":true')
+        .replace('"add_prefix_space": false', '"add_prefix_space": true')
+    )
+    assert "inputs: tokens changed" in refused(call("run", "out/config.yaml", "--out", "again", "--quiet"))
 
 
 def test_replay_mentions_other_versions(call, tmp_path):
@@ -332,6 +347,7 @@ def test_configs_that_cannot_be_run(call, tmp_path, text, said):
         (("--device", "quantum"), "device: cannot use 'quantum'"),
         (("--format", "xlsx"), "format: got 'xlsx'; expected 'parquet' or 'csv' or 'h5'"),
         (("--max-length", "12"), "are overlong: 't0'"),
+        (("--max-length", "65"), "max_length: got 65; the model reads at most 64 tokens"),
         (("--include", "nothing"), "no layer is selected"),
         (("--form", "chat"), "needs the columns ['messages']"),
         (("--method", "self_influence"), "leave query out"),

@@ -307,7 +307,11 @@ def test_a_choice_of_forms_is_never_guessed(tokenizer):
 
 def test_parts_of_every_form():
     assert parts_of({"id": "a", "text": "x"}) == ("", "x")
-    assert parts_of({"id": "a", "messages": CHAT}) == ("user: hi\nassistant: yes\nuser: why", "so it is")
+    assert parts_of({"id": "a", "messages": CHAT}) == (
+        "user: hi\nassistant: yes\nuser: why\nassistant: ",
+        "so it is",
+    )
+    assert parts_of({"id": "a", "messages": CHAT[:1]}) == ("user: hi\n", "")
 
 
 RECORDS = [{"id": f"r{i}", "text": "x" * i} for i in (3, 9, 1, 5)]
@@ -382,3 +386,10 @@ def test_only_some_examples(tokenizer):
     assert some.ids == ("r5", "r3") and torch.equal(some.tokens[1], encoded.tokens[0])
     with pytest.raises(KeyError, match=r"\['nope'\]"):
         encoded.only(["nope"])
+
+
+def test_digest_tells_tokenizations_apart(tokenizer):
+    plain = encode(RECORDS, tokenizer, max_length=64)
+    assert plain.digest() == encode(RECORDS, tokenizer, max_length=64).digest()
+    assert plain.digest() != encode(RECORDS, make_tokenizer("<s> $A"), max_length=64).digest()
+    assert plain.digest() != encode(RECORDS, tokenizer, max_length=8, overlong="truncate").digest()
