@@ -32,7 +32,7 @@ from attrax.questions import bm25, build_report, known_sources, recall
 from attrax.report import Retrieval, write_report
 
 PROJECTION = attrax.Projection(16)
-EPOCHS_APART = 2
+EPOCHS_APART = 3
 CUTOFFS = (1, 5, 10)
 
 
