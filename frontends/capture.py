@@ -84,7 +84,7 @@ class Capture:
         self._reselect, self._ids, self._on_nonfinite = reselect, ids, on_nonfinite
         self._normalization = Normalization(loss)
         self._wanted = {c.parameter for c in self.coverage.captured}
-        self._known = self._wanted | {gap.parameter for gap in self.coverage.gaps}
+        self._known = self.coverage.known
         self._steps, self._discards = Steps(model, self._wanted), Discards()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []

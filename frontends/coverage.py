@@ -42,6 +42,11 @@ class Coverage:
     gaps: tuple[Gap, ...]
 
     @property
+    def known(self) -> set[str]:
+        """Names of all trainable parameters it speaks of."""
+        return {c.parameter for c in self.captured} | {gap.parameter for gap in self.gaps}
+
+    @property
     def share(self) -> float:
         """Captured share of all trainable parameter entries."""
         inside = sum(c.entries for c in self.captured)

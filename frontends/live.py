@@ -71,6 +71,7 @@ class Live:
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `attrax.core.source.Source.map`; `visit` runs inside the backward hooks."""
         check_mode(self.model)
+        _check_selection(self.model, self.coverage)
         marks = Fingerprints(self.model)
         for batch in tracked(self.data, self.progress):
             kept = self._finite(with_ids(batch))
@@ -213,6 +214,16 @@ def check_mode(model: nn.Module) -> None:
             f"live: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} uses batch statistics or "
             "dropout, so that per-example gradients are undefined. Call model.eval() first (a BatchNorm without "
             "running statistics uses those of the batch in eval mode too)."
+        )
+
+
+def _check_selection(model: nn.Module, coverage: Coverage) -> None:
+    """Refuse a model whose parameters are not those of the selection: some would be missing."""
+    new = {n for n, p in model.named_parameters() if p.requires_grad} - coverage.known
+    if new:
+        raise ValueError(
+            f"live: {len(new)} parameters became trainable, or part of the model, after the source was made, e.g. "
+            f"{sorted(new)[:3]}. Make a new source."
         )
 
 

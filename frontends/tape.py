@@ -9,6 +9,7 @@ penalties, Hessian products) delivers nothing.  A live source runs its own backw
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from attrax.core import Leaf, tree_map
 from attrax.core.factorization import Rule
 from attrax.frontends.assemble import Piece, assemble
+from attrax.frontends.hooks import hook
 from attrax.frontends.passes import Call, Pass, batched, input_key, open_pass, tensors
 from attrax.frontends.taps import Mark, Tap, origin, saved_input
 
@@ -74,13 +76,13 @@ class Tape:
         self._depth, self._current, self._running = 0, None, []
         try:
             for module in self.model.modules():
-                enter = eager(self._enter(module))
+                enter = hook(module, self._enter)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             for path, module, rule in self.layers:
-                tap = eager(self._tap(path, module, rule))
+                tap = hook(module, partial(self._tap, path, rule))
                 self._handles.append(module.register_forward_hook(tap, with_kwargs=True))
             for module in self.model.modules():
-                leave = eager(self._leave(module))
+                leave = hook(module, self._leave)
                 self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
             self.listening = True
             yield
@@ -122,15 +124,12 @@ class Tape:
 
     # Forward: a pass opens at the outermost hooked call and records the calls of tapped layers.
 
-    def _enter(self, module: nn.Module) -> Callable[..., None]:
-        def hook(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if called is not module or not self.listening:
-                return
-            if self._current is None:
-                self._depth, self._current = 0, self._opened(module, args, kwargs)
-            self._depth += 1
-
-        return hook
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.listening:
+            return
+        if self._current is None:
+            self._depth, self._current = 0, self._opened(module, args, kwargs)
+        self._depth += 1
 
     def _opened(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
         """The pass that an outermost call belongs to: the one recomputed, the one it continues, or a new one."""
@@ -147,51 +146,53 @@ class Tape:
             self.open_pass(run)
         return run
 
-    def _leave(self, module: nn.Module) -> Callable[..., Any]:
-        def hook(called: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            run = self._current
-            if called is not module or not self.listening or run is None:
-                return None
-            self._depth -= 1
-            if self._depth > 0:
-                return None
-            self._current, self._depth = None, 0
-            if run in self._running or not torch.is_grad_enabled():
-                return None
-            output = self.close_pass(run, output) if run.calls and run.complete else output
-            return tree_map(lambda x: self._marked(run, x), output) if run.silent else output
-
-        return hook
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        run = self._current
+        if not self.listening or run is None:
+            return None
+        self._depth -= 1
+        if self._depth > 0:
+            return None
+        self._current, self._depth = None, 0
+        if run in self._running or not torch.is_grad_enabled():
+            return None
+        output = self.close_pass(run, output) if run.calls and run.complete else output
+        return tree_map(partial(self._marked, run), output) if run.silent else output
 
     def _marked(self, run: Pass, x: Any) -> Any:
         return Mark.apply(x, run, self) if isinstance(x, Tensor) and x.requires_grad else x
 
-    def _tap(self, path: str, module: nn.Module, rule: Rule) -> Callable[..., Any]:
-        def hook(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            run = self._current
-            if called is not module or not self.listening or run is None or run.rows == 0:
-                return None
-            self.seen.add(path)
-            if not torch.is_grad_enabled():
-                run.silent = True
-                return None
-            names, accumulators = self._wanted(path, module)
-            if not names:
-                return None
-            x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-            if not isinstance(x, Tensor) or not isinstance(output, Tensor):
-                raise RuntimeError(
-                    f"capture: layer '{path}' ({type(module).__name__}) was called with {type(x).__name__} and "
-                    f"returned {type(output).__name__}; its rule '{rule.name}' needs one tensor in and one out. "
-                    "Exclude it or pass rules= with a rule for it."
-                )
-            x, output = batched(path, run, x.detach(), output)
-            call = Call(path, module, rule, len(run.calls), names, accumulators, input_key(x))
-            run.add(call)
-            anchor = run.anchor(output.device) if self._own is not None else None
-            return Tap.apply(output, anchor, x, call, run, self)
-
-        return hook
+    def _tap(
+        self,
+        path: str,
+        rule: Rule,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        run = self._current
+        if not self.listening or run is None or run.rows == 0:
+            return None
+        self.seen.add(path)
+        if not torch.is_grad_enabled():
+            run.silent = True
+            return None
+        names, accumulators = self._wanted(path, module)
+        if not names:
+            return None
+        x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
+            raise RuntimeError(
+                f"capture: layer '{path}' ({type(module).__name__}) was called with {type(x).__name__} and returned "
+                f"{type(output).__name__}; its rule '{rule.name}' needs one tensor in and one out. "
+                "Exclude it or pass rules= with a rule for it."
+            )
+        x, output = batched(path, run, x.detach(), output)
+        call = Call(path, module, rule, len(run.calls), names, accumulators, input_key(x))
+        run.add(call)
+        anchor = run.anchor(output.device) if self._own is not None else None
+        return Tap.apply(output, anchor, x, call, run, self)
 
     def _wanted(
         self, path: str, module: nn.Module
@@ -293,11 +294,6 @@ class Tape:
         for run in self._running:
             run.reset()
         self._running = []
-
-
-def eager(hook: Callable[..., Any]) -> Any:
-    """The hook, run as it is between compiled regions."""
-    return torch.compiler.disable(hook)
 
 
 def _in_backward() -> bool:
