@@ -163,8 +163,10 @@ def show(
     for record in inputs.query_records[:: max(1, len(inputs.query_records) // questions)][:questions]:
         console.print(f"\n[bold]{record['prompt']}[/] [cyan]{record['completion'].strip()}[/]")
         for rank, (name, value) in enumerate(scores.top(3, record["id"]), 1):
-            mark = "[green]states the fact[/]" if name == record["source"] else ""
-            console.print(f"  {rank}. {value:>9.3g}  {name}  {texts[name][:90]} {mark}")
+            mark = "[green](states the fact)[/] " if name == record["source"] else ""
+            console.print(
+                f"  {rank}. {value:>9.3g}  {name}  {mark}{texts[name]}", no_wrap=True, overflow="ellipsis"
+            )
         place = descending_rank(scores, record["id"], record["source"])
         console.print(f"     the passage that states it, {record['source']}, ranks {place:g}")
     table = Table(
