@@ -153,13 +153,7 @@ def score_logra(
 def _solver(fit: ProjectedFisher, damping: float) -> Transform:
     if damping < 0:
         raise ValueError(f"damping: got {damping}; expected a factor >= 0 of the mean eigenvalue.")
-    factors: dict[str, list[Tensor]] = {}
-    for name, blocks in fit.fisher.items():
-        damped = [
-            f + damping * f.diagonal().mean() * torch.eye(len(f), dtype=f.dtype, device=f.device)
-            for f in blocks
-        ]
-        factors[name] = [torch.linalg.cholesky(f.double()) for f in damped]
+    factors = {name: [_factor(name, f, damping) for f in blocks] for name, blocks in fit.fisher.items()}
 
     def run(name: str, leaf: Leaf) -> Leaf | None:
         if name not in factors:
@@ -173,6 +167,21 @@ def _solver(fit: ProjectedFisher, damping: float) -> Transform:
         return replace(built, w=torch.cat(solved, 1))
 
     return run
+
+
+def _factor(name: str, fisher: Tensor, damping: float) -> Tensor:
+    """Cholesky factor of the damped Fisher, in float64."""
+    if not bool(torch.isfinite(fisher).all()):
+        raise ValueError(
+            f"logra: layer '{name}': the Fisher holds non-finite values. "
+            "Find the examples with non-finite gradients (on_nonfinite='skip' drops them) before fitting."
+        )
+    f = fisher.double()
+    damped = f + damping * f.diagonal().mean() * torch.eye(len(f), dtype=f.dtype, device=f.device)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed):
+        raise ValueError(f"logra: layer '{name}': the Fisher is singular; use a positive damping.")
+    return factor
 
 
 def logra(
