@@ -108,7 +108,7 @@ def preview(record: Mapping[str, Any], form: Form | None = None, width: int = PR
     """A record in one short line; a long prompt loses its beginning, so that the answer stays visible.
 
     >>> preview({"id": "a", "prompt": "one two three", "completion": " four"}, width=12)
-    '…three four'
+    '… three four'
     """
     prompt, answer = (" ".join(part.split(" ")).replace("\n", " ") for part in parts_of(record, form))
     answer = answer if len(answer) <= width else answer[: width - 1] + "…"
