@@ -298,7 +298,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the result.")] = Path("attrax-demo"),
     overwrite: o.Overwrite = False,
 ) -> None:
-    """Train a small model on 250 passages, ask it questions, and find the passages it learned the answers from.
+    """Train a small model on 392 passages, ask it questions, and find the passages it learned the answers from.
 
     Takes about a minute on a laptop, without network.
     """
