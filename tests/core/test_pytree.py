@@ -153,8 +153,7 @@ def test_compiled_functions_take_trees():
 @kinds
 def test_values_are_immutable(kind):
     grads, _ = SMALL.trees({kind: KINDS[kind]})
-    with pytest.raises(TypeError):
-        grads["new"] = grads[kind]  # pyright: ignore[reportIndexIssue]
+    assert not hasattr(grads, "__setitem__")
     for value, field in ((grads, "leaves"), (grads[kind], "parts"), (Examples(("a",)), "ids")):
         with pytest.raises(FrozenInstanceError):
             setattr(value, field, ())

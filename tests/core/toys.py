@@ -185,13 +185,12 @@ def named(count: int, first: int = 0) -> tuple[str, ...]:
     return tuple(f"x{first + i}" for i in range(count))
 
 
-def block(grads: GradTree, ids: tuple[str, ...], **about: object) -> Block:
+def block(grads: GradTree, ids: tuple[str, ...], **about: Any) -> Block:
     """A block of summed losses: every example weighs 1."""
-    about = {"weight": torch.ones(len(ids)), "fingerprint": "p0", **about}
-    return Block(grads, Examples(ids, **about))  # pyright: ignore[reportArgumentType]
+    return Block(grads, Examples(ids, **{"weight": torch.ones(len(ids)), "fingerprint": "p0", **about}))
 
 
-def source(*trees: GradTree, **about: object) -> Blocks:
+def source(*trees: GradTree, **about: Any) -> Blocks:
     """One block a tree, examples numbered through."""
     blocks: list[Block] = []
     for grads in trees:
