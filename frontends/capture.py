@@ -134,6 +134,8 @@ class Capture:
 
     def _start(self) -> None:
         self._begun = True
+        if self._sums is not None:
+            self._sums.clear()
         if self._steps.over or self._steps.by_hand():
             self._end_step()
         elif self._discards.happened(self._steps.parameters()):
@@ -162,18 +164,15 @@ class Capture:
         return Examples(tuple(map(str, ids)), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
 
     def _content_ids(self, run: Pass) -> Sequence[str]:
-        named = {
-            k: v
-            for k, v in run.inputs.items()
-            if v.ndim > 0 and v.shape[0] == run.rows and k not in POSITIONAL
-        }
+        tensors = {k: v for k, v in run.inputs.items() if isinstance(v, Tensor) and v.ndim > 0}
+        named = {k: v for k, v in tensors.items() if v.shape[0] == run.rows and k not in POSITIONAL}
         if not named or run.derived:
             why = "depend on parameters outside of it" if run.derived else "hold no tensor with a batch axis"
             raise ValueError(
                 f"capture: the inputs of the call that opened this forward pass {why}, so their content does not "
                 "identify examples. Pass ids=, a function of the inputs that returns one id an example."
             )
-        return content_ids(named, mask=run.inputs.get("attention_mask"))
+        return content_ids(named, mask=tensors.get("attention_mask"))
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
@@ -217,7 +216,7 @@ class Capture:
         rates = self._steps.rates(optimizer)
         if not rates:
             return
-        if self._steps.stepped(optimizer):
+        if self._steps.moves(optimizer):
             self._end_step()
         self._check_captured()
         self._check_selection()

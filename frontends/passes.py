@@ -49,7 +49,7 @@ class Pass:
 
     Attributes:
         rows: Number of examples B; None until known.
-        inputs: Tensor inputs of the outermost call by name, detached.
+        inputs: Inputs of the outermost call by name, tensors detached.
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
         recomputed: Whether it was opened inside a backward, by activation checkpointing.
         derived: Whether its inputs depend on parameters that ran outside of it.
@@ -61,7 +61,7 @@ class Pass:
     """
 
     rows: int | None
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     complete: bool
     recomputed: bool = False
     derived: bool = False
@@ -104,10 +104,11 @@ class Pass:
 
 def open_pass(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, complete: bool) -> Pass:
     """A pass that starts with this call: examples lie along the first axis of its first tensor."""
-    found = tensors(bind(module, args, kwargs))
-    batched = [x for x in found.values() if x.ndim > 0]
-    inputs = {name: x.detach() for name, x in found.items()}
-    derived = any(x.grad_fn is not None for x in found.values())
+    found = flatten(bind(module, args, kwargs))
+    tensors = [x for x in found.values() if isinstance(x, Tensor)]
+    batched = [x for x in tensors if x.ndim > 0]
+    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
+    derived = any(x.grad_fn is not None for x in tensors)
     return Pass(batched[0].shape[0] if batched else None, inputs, complete, derived=derived)
 
 
@@ -147,7 +148,7 @@ def batched(path: str, run: Pass, x: Tensor, output: Tensor) -> tuple[Tensor, Te
 
 def _has_axis(run: Pass, length: int) -> bool:
     """Whether some input has a further axis of this length."""
-    return any(length in x.shape[1:] for x in run.inputs.values())
+    return any(isinstance(x, Tensor) and length in x.shape[1:] for x in run.inputs.values())
 
 
 def bind(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,17 +166,16 @@ def bind(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {**named, **kwargs}
 
 
-def tensors(values: object, name: str = "") -> dict[str, Tensor]:
-    """All tensors in nested mappings, lists and tuples, by dotted path.
+def flatten(values: object, name: str = "") -> dict[str, Any]:
+    """Everything in nested mappings, lists and tuples, by dotted path.
 
-    >>> list(tensors({"batch": {"x": torch.ones(1), "y": [torch.ones(1)]}, "flag": True}))
-    ['batch.x', 'batch.y.0']
+    >>> list(flatten({"batch": {"x": torch.ones(1), "y": [torch.ones(1)]}, "flag": True}))
+    ['batch.x', 'batch.y.0', 'flag']
     """
-    if isinstance(values, Tensor):
+    if not isinstance(values, Mapping | list | tuple):
         return {name: values}
-    items = values.items() if isinstance(values, Mapping) else ()
-    items = enumerate(values) if isinstance(values, list | tuple) else items
-    found: dict[str, Tensor] = {}
+    items = values.items() if isinstance(values, Mapping) else enumerate(values)
+    found: dict[str, Any] = {}
     for key, value in items:
-        found |= tensors(value, f"{name}.{key}" if name else str(key))
+        found |= flatten(value, f"{name}.{key}" if name else str(key))
     return found

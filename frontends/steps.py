@@ -39,12 +39,13 @@ class Steps:
         groups = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         return {n: float(groups[id(p)]) for n, p in self.parameters().items() if id(p) in groups}
 
-    def stepped(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has stepped in this step already."""
+    def moves(self, optimizer: Optimizer) -> bool:
+        """An optimizer is about to step; whether it has stepped in this step already."""
+        self._seen = True
         return id(optimizer) in self._movers
 
     def moved(self, optimizer: Optimizer, rates: dict[str, float]) -> bool:
-        """Note that an optimizer has stepped; whether all captured parameters have moved now."""
+        """An optimizer has stepped; whether all captured parameters have moved now."""
         self._seen = True
         self._marks.forget()
         self._movers[id(optimizer)] = rates

@@ -20,6 +20,10 @@ class GradientSums:
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
+    def clear(self) -> None:
+        """Forget the sums of a backward, which may not have ended."""
+        self._sums, self._dtypes = {}, set()
+
     def add(self, name: str, leaf: Leaf) -> None:
         """Add the examples of a leaf."""
         self._dtypes.add(dtype_of(leaf))
@@ -35,7 +39,7 @@ class GradientSums:
             fresh: For each pass of the backward, the parameters without gradient when it ran.
 
         Returns:
-            Whether there was a gradient to compare; if not, the sums are forgotten.
+            Whether there was a gradient to compare.
 
         Raises:
             RuntimeError: Naming the parameters that differ.
@@ -50,9 +54,7 @@ class GradientSums:
             errors = mismatches(pairs, dtype)
         missing = [n for n, g in given.items() if n not in self._sums and bool(g.any())]
         raise_on(errors | dict.fromkeys(missing, "has a gradient but its layer was never captured"))
-        conclusive = any(bool(g.any()) for g in given.values())
-        self._sums, self._dtypes = {}, set()
-        return conclusive
+        return any(bool(g.any()) for g in given.values())
 
 
 def _dense(g: Tensor) -> Tensor:

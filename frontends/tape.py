@@ -20,7 +20,7 @@ from attrax.core import Leaf, tree_map
 from attrax.core.factorization import Rule
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.hooks import hook
-from attrax.frontends.passes import Call, Pass, batched, input_key, open_pass, tensors
+from attrax.frontends.passes import Call, Pass, batched, flatten, input_key, open_pass
 from attrax.frontends.taps import Mark, Tap, origin, saved_input
 
 
@@ -135,7 +135,7 @@ class Tape:
         """The pass that an outermost call belongs to: the one recomputed, the one it continues, or a new one."""
         if _in_backward() and self._running and self._running[-1].silent:
             return self._running[-1]
-        inputs = list(tensors({"args": args, "kwargs": kwargs}).values())
+        inputs = [x for x in flatten((args, kwargs)).values() if isinstance(x, Tensor)]
         earlier = origin(inputs, self) if torch.is_grad_enabled() and not _in_backward() else None
         if earlier is not None:
             earlier.complete = False
