@@ -1,0 +1,184 @@
+"""An unmodified Hugging Face Trainer: training as without a capture, and what the capture recorded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from attrax.core import Block
+from attrax.frontends import capture, causal_lm, live, open_store, probe, store
+from attrax.frontends.capture import StepEvent
+from attrax.methods import tracin
+
+from .loops import known, summed
+from .oracle import assert_gradients, block_gradients, captured, flat
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+VOCAB, STEPS = 13, 6
+
+
+class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Documents of several lengths, the same in every run; so few that they come again."""
+
+    def __init__(self) -> None:
+        gen = torch.Generator().manual_seed(0)
+        self.rows = [torch.randint(1, VOCAB, (length,), generator=gen) for length in (5, 3, 6, 4, 2, 7, 9, 8)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index]}
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Padded to the longest, pads masked and without labels."""
+    ids = [row["input_ids"] for row in rows]
+    pad = lambda xs, value: torch.nn.utils.rnn.pad_sequence(xs, batch_first=True, padding_value=value)  # noqa: E731
+    return {
+        "input_ids": pad(ids, 0),
+        "attention_mask": pad([torch.ones_like(x) for x in ids], 0),
+        "labels": pad(ids, -100),
+    }
+
+
+def llama() -> Any:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=12,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        attention_dropout=0.1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer(model: nn.Module, path: Path, accumulate: int, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(path),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=0.05,
+        lr_scheduler_type="linear",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        seed=1,
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        **options,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=Documents(), data_collator=collate)
+
+
+def trained(path: Path, accumulate: int, **options: Any) -> Any:
+    model = llama()
+    trainer(model, path, accumulate, **options).train()
+    return model
+
+
+QUERIES = collate([{"input_ids": torch.tensor([1, 5, 2, 7])}, {"input_ids": torch.tensor([3, 3, 9])}])
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        (2, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    ],
+    ids=["1", "2", "nonreentrant", "reentrant-2"],
+)
+def test_trainer(accumulate, options, tmp_path):
+    alone = trained(tmp_path, accumulate, **options)
+    model, blocks, sums = llama(), [], []
+
+    def look(event: StepEvent) -> None:
+        grads = {n: p.grad for n, p in event.model.named_parameters() if p.grad is not None}
+        parts = [summed(block) for block in event.blocks]
+        total = {n: torch.stack([part[n] for part in parts]).sum(0, keepdim=True) for n in grads}
+        sums.append(len(event.blocks))
+        assert_gradients(total, {n: g[None] for n, g in grads.items()}, within=2e-5)
+
+    with capture(model, sinks=[blocks.append], callbacks=[look]) as running:
+        trainer(model, tmp_path, accumulate, **options).train()
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p, q), f"{name}: trained otherwise"
+    assert running.coverage.share == 1 and sums == [accumulate] * STEPS
+    assert_recorded(blocks, accumulate)
+
+
+def assert_recorded(blocks: list[Block], accumulate: int) -> None:
+    """Weights, counts, steps and rates; the same document has the same id in every batch it is in."""
+    assert [b.examples.step for b in blocks] == [k // accumulate for k in range(STEPS * accumulate)]
+    rates = [0.05 * (1 - step / STEPS) for step in range(STEPS)]
+    assert [b.examples.learning_rate for b in blocks] == pytest.approx(
+        [r for r in rates for _ in range(accumulate)]
+    )
+    for step in range(STEPS):
+        of_step = [known(b) for b in blocks if b.examples.step == step]
+        total = sum(int(n.sum()) for _, n in of_step)
+        for c, n in of_step:
+            assert c.tolist() == pytest.approx([1 / total] * len(n))
+    counts: dict[str, int] = {}
+    for block in blocks:
+        for name, count in zip(block.examples.ids, known(block)[1].tolist(), strict=True):
+            assert counts.setdefault(name, count) == count
+    assert sorted(counts.values()) == list(range(1, 9))
+
+
+def test_gradients_of_a_step_are_those_of_the_documents_alone(tmp_path):
+    """Dropout aside: in eval mode the recorded rows are live gradients times their weight."""
+    model, blocks = llama(), []
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    documents = Documents()
+    with capture(model, sinks=[blocks.append]):
+        for rows in ([0, 1], [2, 1, 4]):
+            model(**collate([documents[i] for i in rows])).loss.backward()
+            model.zero_grad()
+    single = [captured(live(model, [collate([documents[i]])])) for i in range(5)]
+    for block, rows in zip(blocks, ([0, 1], [2, 1, 4]), strict=True):
+        c = known(block)[0][0].float()
+        right = {n: torch.cat([single[i][n] for i in rows]) * c for n in single[0]}
+        assert_gradients(block_gradients(block), right, within=2e-5)
+
+
+def test_tracin_of_a_trainer_run(tmp_path):
+    """From two stores, without the model, against the formula at each step."""
+    right: list[Tensor] = []
+
+    def dense(event: StepEvent) -> None:
+        modes = {m: m.training for m in event.model.modules()}
+        event.model.eval()
+        with event.capture.paused():
+            queries = flat(captured(live(event.model, [QUERIES])))
+        for module, mode in modes.items():
+            module.training = mode
+        assert event.learning_rate is not None
+        right.extend(event.learning_rate * flat(block_gradients(b)) @ queries.T for b in event.blocks)
+
+    model = llama()
+    query, train = (store(tmp_path / side, keep_factored=True) for side in ("query", "train"))
+    with query, capture(model, sinks=[train], callbacks=[probe([QUERIES], query, causal_lm()), dense]):
+        trainer(model, tmp_path / "run", 2).train()
+    del model
+    scores = tracin(open_store(tmp_path / "train"), open_store(tmp_path / "query"))
+    expected = torch.cat(right)
+    assert len(scores) == len(expected) == STEPS * 4 and len(set(scores.ids)) == 8
+    torch.testing.assert_close(scores.values, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
