@@ -19,7 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "passages", lambda: passages)
     monkeypatch.setattr(recipe, "questions", lambda: questions)
     monkeypatch.setattr(recipe, "tokenizer", lambda: vocabulary)
-    monkeypatch.setattr(recipe, "EPOCHS", 2)
+    monkeypatch.setattr(recipe, "EPOCHS", run.EPOCHS_APART)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -38,7 +38,7 @@ def test_demo_trains_scores_and_reports(
         assert len(scores.query_ids) == 4
     store = attrax.open_store(out / "run")
     with pytest.raises(ValueError, match="different parameters"):
-        attrax.fit_kfac(store)
+        attrax.fit_logra(store, projection=run.PROJECTION)
     with pytest.raises(FileExistsError, match="overwrite"):
         run.main(out)
 
