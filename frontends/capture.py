@@ -25,7 +25,7 @@ from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.live import is_coupled
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
-from attrax.frontends.rows import POSITIONAL, nonfinite_examples
+from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums, fresh_parameters
 from attrax.frontends.tape import Tape
@@ -161,7 +161,7 @@ class Capture:
         weight, tokens = self._normalization.weights(run.notes, run.inputs, rows)
         self._steps.micro += 1
         mark = self._steps.mark()
-        return Examples(tuple(map(str, ids)), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
+        return Examples(as_ids(ids), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
 
     def _content_ids(self, run: Pass) -> Sequence[str]:
         tensors = {k: v for k, v in run.inputs.items() if isinstance(v, Tensor) and v.ndim > 0}

@@ -95,11 +95,20 @@ class Normalization:
         if not self._detected and "logits" in notes:
             self._kind, self._detected = detect(notes, inputs), True
         notes.pop("logits", None)
+        if self._declared in ("sum", "example_mean") and self._kind is not None and "scale" in notes:
+            self._refuse_mean(inputs["labels"])
         if self._declared is not None:
             return declared_weights(self._declared, notes, inputs, rows, self._kind or "causal")
         if "scale" not in notes or self._kind is None or "outside" in notes:
             return None, None
         return own_weights(notes["scale"], inputs, self._kind)
+
+    def _refuse_mean(self, labels: Tensor) -> None:
+        if self._declared == "sum" or labels.ndim == 2:
+            raise ValueError(
+                f"capture: loss={self._declared!r} was declared, but the loss that the model returned is the mean over "
+                "its loss terms. Leave loss= out: weights are then read off the model's own loss."
+            )
 
 
 def detect(notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> Kind | None:

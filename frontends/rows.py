@@ -1,6 +1,6 @@
 """Rows of a batch: their ids, some of them, and those whose gradients are not finite."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -30,10 +30,19 @@ def with_ids(batch: Batch) -> Batch:
         raise ValueError(f"live: a batch holds no tensor with a batch axis; it has {sorted(batch)}.")
     rows = next(iter(tensors.values())).shape[0]
     own = batch.get("example_ids")
-    ids = tuple(map(str, own)) if own is not None else content_ids(tensors, mask=batch.get("attention_mask"))
+    ids = content_ids(tensors, mask=batch.get("attention_mask")) if own is None else as_ids(own)
     if len(ids) != rows:
         raise ValueError(f"live: a batch has {len(ids)} ids for {rows} rows.")
     return {**batch, "example_ids": ids}
+
+
+def as_ids(values: Iterable[object]) -> tuple[str, ...]:
+    """Example ids as strings; a loader may have made a tensor of them.
+
+    >>> as_ids(torch.tensor([3, 14])), as_ids(["doc-1", 2])
+    (('3', '14'), ('doc-1', '2'))
+    """
+    return tuple(map(str, values.tolist() if isinstance(values, Tensor) else values))
 
 
 def pick(batch: Batch, rows: Tensor) -> Batch:
