@@ -164,8 +164,11 @@ def main() -> None:
     if options.child or options.routing:
         print(json.dumps(child(options.child) if options.child else routing(options.routing)))
         return
-    tasks = ("floor", "full_backward", "capture", *METHODS)
-    runs = [spawn(["--child", task]) for _ in range(options.repeats) for task in tasks]
+    tasks = (*METHODS, "capture", "full_backward", "floor")
+    runs: list[dict[str, Any]] = []
+    for task in tasks * options.repeats:
+        runs.append(spawn(["--child", task]))
+        print(runs[-1], flush=True)
     summary = {}
     for task in tasks:
         mine = [run for run in runs if run["task"] == task]
@@ -175,9 +178,10 @@ def main() -> None:
             "peak_mib": statistics.median(run["peak_mib"] for run in mine),
         }
         print(f"{task:<14} {summary[task]}", flush=True)
-    ablation = [spawn(["--routing", str(length)]) for length in LENGTHS]
-    for row in ablation:
-        print(row, flush=True)
+    ablation: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        ablation.append(spawn(["--routing", str(length)]))
+        print(ablation[-1], flush=True)
     result = {
         "command": " ".join(["python", *sys.argv]),
         "machine": {
