@@ -5,8 +5,9 @@
 The workload: a random Llama of 12 million parameters (hidden 384, 6 layers, 6 heads, MLP 1024, vocabulary 2048, untied,
 eager attention), 64 training and 16 query sequences of 256 random tokens, all linear layers of the body, float32,
 batches of 8.  The floor is a weight-gradient-free forward and backward of the 64 sequences.  Every method runs in a
-process of its own, interleaved with floors in the same run, so that ratios hold on a machine whose speed drifts; peak
-memory is what the operating system counted for that process.
+process of its own between two floors, on one thread, and ratios are of CPU time, so that they hold on a machine that is
+shared; peak memory is what the operating system counted for that process.  "capture" against "full_backward" is the
+effect of never computing a weight gradient.
 """
 
 import argparse
@@ -88,16 +89,17 @@ def full_backward(net: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
+    """CPU time of one call; the wall time of one thread on an idle core."""
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def child(task: str) -> dict[str, Any]:
     """One process: the task between two floors, its ratio to their mean, and the peak memory of the process."""
     import attrax
 
+    torch.set_num_threads(1)
     net, train, query = model(), data(TRAIN, 1), data(QUERY, 2)
     floor(net, train[:1])
     sides = {
@@ -125,6 +127,7 @@ def routing(length: int) -> dict[str, Any]:
     from attrax.core.products import plan_leaf
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     x, y = (
         factorized("w", torch.randn(8, length, SHAPE["hidden"]), torch.randn(8, length, SHAPE["inner"]))
         for _ in range(2)
@@ -186,7 +189,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "machine": {
             "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
+            "threads": 1,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
