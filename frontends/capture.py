@@ -22,12 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
-from attrax.frontends.live import is_coupled
+from attrax.frontends.modes import check_compiled, check_coupled
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
 from attrax.frontends.steps import Discards, Steps
-from attrax.frontends.sums import GradientSums, fresh_parameters
+from attrax.frontends.sums import GradientSums
 from attrax.frontends.tape import Tape
 
 Sink = Callable[[Block], object]
@@ -89,7 +89,7 @@ class Capture:
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun = False
-        self._sums = GradientSums() if verify else None
+        self._sums = GradientSums(model, self._wanted) if verify else None
         self._stack = contextlib.ExitStack()
         self._tape = Tape(
             model,
@@ -130,7 +130,7 @@ class Capture:
 
     def _open(self, run: Pass) -> None:
         if self._sums is not None:
-            run.notes["fresh"] = fresh_parameters(self.model)
+            run.notes["fresh"] = self._sums.fresh()
 
     def _start(self) -> None:
         self._begun = True
@@ -177,9 +177,8 @@ class Capture:
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
         self._discards.remember(self._steps.parameters())
-        fresh = [run.notes.get("fresh", set()) for run in runs]
-        if self._sums is not None and self._sums.check(self.model, self._wanted, fresh):
-            self._sums = None
+        if self._sums is not None:
+            self._sums.check([run.notes.get("fresh", set()) for run in runs])
         for run in runs:
             if run.found:
                 block = Block(GradTree(run.found["leaves"]), run.found["examples"])
@@ -310,7 +309,7 @@ def capture(
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
-        verify: On the first backward, check that captured gradients add up to `.grad`.
+        verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
 
     Returns:
         The context manager.
@@ -328,8 +327,8 @@ def capture(
     """
     if on_nonfinite not in ("skip", "raise"):
         raise ValueError(f"capture: on_nonfinite: got {on_nonfinite!r}; expected 'skip' or 'raise'.")
-    _check_compiled(model)
-    _check_coupled(model)
+    check_compiled(model)
+    check_coupled(model)
 
     def reselect() -> Selection:
         return select(model, include=include, exclude=exclude, rules=rules, strict=strict)
@@ -345,23 +344,3 @@ def capture(
         on_nonfinite=on_nonfinite,
         verify=verify,
     )
-
-
-def _check_compiled(model: nn.Module) -> None:
-    compiled = [n or "the model" for n, m in model.named_modules() if m._compiled_call_impl is not None]
-    wrapped = [n or "the model" for n, m in model.named_modules() if hasattr(m, "_orig_mod")]
-    if compiled or wrapped:
-        raise RuntimeError(
-            f"capture: {(compiled + wrapped)[0]} is already compiled, and hooks added now would never fire. Enter the "
-            "capture before torch.compile, or capture the original module under "
-            "torch.compiler.set_stance('force_eager')."
-        )
-
-
-def _check_coupled(model: nn.Module) -> None:
-    coupled = [n for n, m in model.named_modules() if is_coupled(m)]
-    if coupled:
-        raise ValueError(
-            f"capture: '{coupled[0]}' is a BatchNorm with batch statistics: its examples depend on each other, so "
-            "there is no per-example gradient. Put it in eval mode (frozen statistics)."
-        )

@@ -15,8 +15,8 @@ from torch.func import functional_call, grad, vmap
 from attrax.core import Examples, materialized
 from attrax.core.source import Visit
 from attrax.frontends.fingerprints import Fingerprints
-from attrax.frontends.live import check_mode
 from attrax.frontends.losses import Loss
+from attrax.frontends.modes import check_mode
 from attrax.frontends.rows import pick, with_ids
 
 T = TypeVar("T")

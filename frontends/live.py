@@ -20,6 +20,7 @@ from attrax.core.source import Visit
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss, causal_lm
+from attrax.frontends.modes import check_mode, check_selection
 from attrax.frontends.passes import Pass
 from attrax.frontends.progress import tracked
 from attrax.frontends.rows import Batch, nonfinite_examples, pick, with_ids
@@ -71,7 +72,7 @@ class Live:
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `attrax.core.source.Source.map`; `visit` runs inside the backward hooks."""
         check_mode(self.model)
-        _check_selection(self.model, self.coverage)
+        check_selection(self.model, self.coverage)
         marks = Fingerprints(self.model)
         for batch in tracked(self.data, self.progress):
             kept = self._finite(with_ids(batch))
@@ -200,41 +201,6 @@ def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[No
     ):
         warnings.filterwarnings("ignore", message=".*requires_grad=True.*checkpoint.*")
         yield
-
-
-def check_mode(model: nn.Module) -> None:
-    """Refuse modules in training mode whose examples depend on each other or on chance.
-
-    Raises:
-        ValueError: Naming the modules.
-    """
-    found = [f"'{n}' ({type(m).__name__})" for n, m in model.named_modules() if is_coupled(m) or _drops(m)]
-    if found:
-        raise ValueError(
-            f"live: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} uses batch statistics or "
-            "dropout, so that per-example gradients are undefined. Call model.eval() first (a BatchNorm without "
-            "running statistics uses those of the batch in eval mode too)."
-        )
-
-
-def _check_selection(model: nn.Module, coverage: Coverage) -> None:
-    """Refuse a model whose parameters are not those of the selection: some would be missing."""
-    new = {n for n, p in model.named_parameters() if p.requires_grad} - coverage.known
-    if new:
-        raise ValueError(
-            f"live: {len(new)} parameters became trainable, or part of the model, after the source was made, e.g. "
-            f"{sorted(new)[:3]}. Make a new source."
-        )
-
-
-def is_coupled(module: nn.Module) -> bool:
-    """Whether a module computes statistics over the batch."""
-    norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return norm and (module.training or module.running_mean is None)
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
 def _check_losses(losses: Tensor, rows: int, seen: set[str]) -> None:

@@ -1,22 +1,24 @@
-"""The first backward of a capture, checked: captured gradients must add up to what it put into `.grad`."""
+"""Checks of a running capture: the captured gradients of a backward must add up to what it put into `.grad`.
+
+Every parameter is checked in the first backward that gives it a gradient of its own.
+"""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from attrax.core import GradTree, Leaf, aggregate, stored
-from attrax.core.leaves import dtype_of
+from attrax.core.leaves import covers, dtype_of
 from attrax.frontends.verify import distance, mismatches, raise_on
 
 
-def fresh_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters without a gradient so far."""
-    return {n for n, p in model.named_parameters() if p.grad is None or not bool(_dense(p.grad).any())}
-
-
 class GradientSums:
-    """Sums of the captured gradients of one backward, by parameter."""
+    """Sums of the captured gradients of one backward, for parameters that were not checked so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
+        names = set(wanted)
+        self._waiting = {n: p for n, p in model.named_parameters() if n in names}
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
@@ -24,37 +26,39 @@ class GradientSums:
         """Forget the sums of a backward, which may not have ended."""
         self._sums, self._dtypes = {}, set()
 
+    def fresh(self) -> set[str]:
+        """Parameters to check that have no gradient yet."""
+        grads = {n: p.grad for n, p in self._waiting.items()}
+        return {n for n, g in grads.items() if g is None or not bool(_dense(g).any())}
+
     def add(self, name: str, leaf: Leaf) -> None:
         """Add the examples of a leaf."""
+        if self._waiting.keys().isdisjoint(covers(leaf)):
+            return
         self._dtypes.add(dtype_of(leaf))
         for parameter, total in stored(aggregate(GradTree({name: leaf}))).items():
             self._sums[parameter] = self._sums.get(parameter, 0) + total[0]
 
-    def check(self, model: nn.Module, wanted: set[str], fresh: list[set[str]]) -> bool:
-        """Compare with `.grad`, for parameters that had no gradient before.
+    def check(self, fresh: Iterable[set[str]]) -> None:
+        """Compare with `.grad`.
 
         Args:
-            model: The model, after the backward.
-            wanted: Captured parameters.
             fresh: For each pass of the backward, the parameters without gradient when it ran.
-
-        Returns:
-            Whether there was a gradient to compare.
 
         Raises:
             RuntimeError: Naming the parameters that differ.
         """
-        names = wanted.intersection(*fresh)
-        grads = {n: p.grad for n, p in model.named_parameters() if n in names and p.requires_grad}
-        given = {n: _dense(g) for n, g in grads.items() if g is not None}
+        names = set(self._waiting).intersection(*fresh)
+        grads = {n: self._waiting[n].grad for n in names if self._waiting[n].requires_grad}
+        given = {n: _dense(g) for n, g in grads.items() if g is not None and bool(_dense(g).any())}
+        missing = dict.fromkeys(
+            given.keys() - self._sums.keys(), "has a gradient but its layer was never captured"
+        )
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
-        errors: dict[str, str] = {}
-        if not _reduced():
-            pairs = {n: distance(self._sums[n], grads[n]) for n in grads.keys() & self._sums.keys()}
-            errors = mismatches(pairs, dtype)
-        missing = [n for n, g in given.items() if n not in self._sums and bool(g.any())]
-        raise_on(errors | dict.fromkeys(missing, "has a gradient but its layer was never captured"))
-        return any(bool(g.any()) for g in given.values())
+        pairs = {n: distance(self._sums[n], grads[n]) for n in grads.keys() & self._sums.keys()}
+        raise_on(missing | ({} if _reduced() else mismatches(pairs, dtype)))
+        for name in pairs if given else ():
+            del self._waiting[name]
 
 
 def _dense(g: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from attrax.core.factorization import Rule
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.hooks import hook
 from attrax.frontends.passes import Call, Pass, batched, flatten, input_key, open_pass
-from attrax.frontends.taps import Mark, Tap, origin, saved_input
+from attrax.frontends.taps import Mark, Tap, origins, saved_input
 
 
 @dataclass(eq=False)
@@ -136,10 +136,16 @@ class Tape:
         if _in_backward() and self._running and self._running[-1].silent:
             return self._running[-1]
         inputs = [x for x in flatten((args, kwargs)).values() if isinstance(x, Tensor)]
-        earlier = origin(inputs, self) if torch.is_grad_enabled() and not _in_backward() else None
-        if earlier is not None:
-            earlier.complete = False
-            return earlier
+        earlier = origins(inputs, self) if torch.is_grad_enabled() and not _in_backward() else []
+        if len(earlier) > 1:
+            raise RuntimeError(
+                f"capture: {type(module).__name__} was called with outputs of {len(earlier)} parts of the model that "
+                "were called one by one, so it is unknown which examples belong together. Call them inside the forward "
+                "of one module, and that module as a whole: model(...), not model.forward(...)."
+            )
+        if earlier:
+            earlier[0].complete = False
+            return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
         if torch.is_grad_enabled() and not run.recomputed:

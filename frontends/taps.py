@@ -90,16 +90,19 @@ def saved_input(ctx: FunctionCtx, path: str) -> Tensor:
         ) from error
 
 
-def origin(inputs: list[Tensor], tape: "Tape") -> Pass | None:
-    """The pass these tensors were computed in, found in their autograd graph, or None."""
+def origins(inputs: list[Tensor], tape: "Tape") -> list[Pass]:
+    """The passes these tensors were computed in, found in their autograd graph."""
     pending = [x.grad_fn for x in inputs if x.grad_fn is not None]
     seen: set[Any] = set()
+    found: list[Pass] = []
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         if getattr(node, "tape", None) is tape:
-            return node.run  # pyright: ignore[reportAttributeAccessIssue]
+            run: Pass = node.run  # pyright: ignore[reportAttributeAccessIssue]
+            found += [run] if run not in found else []
+            continue
         pending += [parent for parent, _ in node.next_functions if parent is not None]
-    return None
+    return found

@@ -12,8 +12,9 @@ from attrax.core import Block, content_ids
 from attrax.frontends import capture, classification
 
 from .loops import sum_ce
-from .models import MLP, classes, seeded
+from .models import MLP, TinyLM, classes, seeded
 from .oracle import assert_gradients, block_gradients, one_by_one
+from .test_live import Around
 
 CLASSIFY = classification()
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -210,3 +211,32 @@ def test_checkpointing_around_and_between_calls_of_the_model(blocks, rng):
     assert [b.examples.ids for b in blocks] == [content_ids({"input": x})] * 3
     for block in blocks:
         assert_gradients(block_gradients(block), right)
+
+
+def test_parts_that_are_joined_outside_a_module_are_refused(rng):
+    """As with ``model.forward(...)``: nothing says that the rows of the parts belong together."""
+    parts = seeded(lambda: nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3), "c": nn.Linear(3, 2)}))
+    x = classes(rng)["x"]
+    with capture(parts, loss="sum"), pytest.raises(RuntimeError, match="outputs of 2 parts.*as a whole"):
+        parts["c"](parts["a"](x) + parts["b"](x))
+    model = seeded(lambda: TinyLM(layers=1))
+    ids = torch.randint(1, 11, (2, 5), generator=rng)
+    with capture(model, loss="sum"), pytest.raises(RuntimeError, match=r"not model.forward\(...\)"):
+        model.forward(ids)
+
+
+def test_every_parameter_is_checked_once_it_has_a_gradient(blocks, rng):
+    """A layer that is called past its hooks later on is noticed then."""
+
+    def late(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.a(x))
+        return m.b(h) if m.steps < 2 else m.b(h) + m.c.forward(h)
+
+    model, batch = seeded(lambda: Around(late, **{n: nn.Linear(4, 4) for n in "abc"})), classes(rng)
+    with capture(model, sinks=[blocks.append], loss="sum"):
+        for model.steps in range(2):
+            sum_ce(model, batch).backward()
+            model.zero_grad()
+        model.steps = 2
+        with pytest.raises(RuntimeError, match=r"c.weight: has a gradient but its layer was never captured"):
+            sum_ce(model, batch).backward()
