@@ -51,6 +51,7 @@ class Tape:
         self.seen: set[str] = set()
         self._handles: list[Any] = []
         self._names: dict[str, dict[str, str]] = {}
+        self._accumulators: dict[str, dict[str, torch.autograd.graph.Node]] = {}
         self._head = _output_head(self.model)
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -73,12 +74,14 @@ class Tape:
         for path, module, _ in self.layers:
             own = {a: names.get(id(p)) for a, p in module.named_parameters(recurse=False)}
             self._names[path] = {a: n for a, n in own.items() if n in wanted and n is not None}
-        self._depth, self._current, self._running = 0, None, []
+        self._depth, self._current, self._running, self._accumulators = 0, None, [], {}
         try:
             for module in self.model.modules():
                 enter = hook(module, self._enter)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             for path, module, rule in self.layers:
+                ready = hook(module, partial(self._ready, path))
+                self._handles.append(module.register_forward_pre_hook(ready, with_kwargs=True))
                 tap = hook(module, partial(self._tap, path, rule))
                 self._handles.append(module.register_forward_hook(tap, with_kwargs=True))
             for module in self.model.modules():
@@ -184,7 +187,10 @@ class Tape:
         if not torch.is_grad_enabled():
             run.silent = True
             return None
-        names, accumulators = self._wanted(path, module)
+        accumulators = self._accumulators.pop(path, {})
+        names = (
+            self._names[path] if self._own is not None else {a: self._names[path][a] for a in accumulators}
+        )
         if not names:
             return None
         x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
@@ -200,17 +206,18 @@ class Tape:
         anchor = run.anchor(output.device) if self._own is not None else None
         return Tap.apply(output, anchor, x, call, run, self)
 
-    def _wanted(
-        self, path: str, module: nn.Module
-    ) -> tuple[dict[str, str], dict[str, torch.autograd.graph.Node]]:
-        """Names of the parameters to capture and, in a training loop, the nodes that add to their `.grad`."""
-        names = self._names[path]
-        if self._own is not None:
-            return names, {}
-        own = {a: getattr(module, a) for a in names}
+    def _ready(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a tapped layer runs: find the nodes that add to the `.grad` of its trained parameters.
+
+        Not after it: sharded training holds the parameter that autograd sees in the module only while the layer runs.
+        """
+        if self._own is not None or not self.listening or not torch.is_grad_enabled():
+            return
+        own = {a: getattr(module, a) for a in self._names[path]}
         trained = {a: p for a, p in own.items() if isinstance(p, nn.Parameter) and p.requires_grad}
-        nodes = {a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()}
-        return {a: names[a] for a in trained}, nodes
+        self._accumulators[path] = {
+            a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()
+        }
 
     # Backward: gradients arrive, groups are delivered, and the end of the backward finishes its passes.
 
