@@ -146,8 +146,13 @@ def concat_rows(leaves: Sequence[T]) -> T:
     2
     """
     first = leaves[0]
-    if len(leaves) == 1 or isinstance(first, Materialized | Sum):
+    if len(leaves) == 1:
         return first
+    if isinstance(first, Materialized):
+        built = [leaf.w for leaf in leaves if isinstance(leaf, Materialized)]
+        return replace(first, w=torch.stack(built).sum(0))
+    if isinstance(first, Sum):
+        return replace(first, uses=tuple(use for leaf in leaves if isinstance(leaf, Sum) for use in leaf.uses))
     rows = [leaf for leaf in leaves if not isinstance(leaf, Materialized | Sum)]
     positions = max(_positions(leaf) for leaf in rows)
     rows = [_lay_out(leaf, leaf.calls, positions) for leaf in rows]

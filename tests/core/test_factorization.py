@@ -1,6 +1,5 @@
 """Layer rules against autograd, one example at a time."""
 
-import re
 from collections.abc import Mapping
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attrax.core import Factorized, GradTree, Leaf, stored
-from attrax.core.factorization import RULES, Rule, linear, scaled_embedding
+from attrax.core.factorization import RULES, Rule, find_rule, linear, scaled_embedding
 
 from .dense import assert_same
 from .toys import generator, normal
@@ -50,15 +49,9 @@ class TinyScaledWordEmbedding(nn.Embedding):
 
 
 def rule_for(module: nn.Module) -> Rule:
-    """The first rule that matches along the class hierarchy."""
-    names = [cls.__name__ for cls in type(module).__mro__]
-    for rule in RULES:
-        if isinstance(rule.match, str):
-            if any(re.fullmatch(rule.match, name) for name in names):
-                return rule
-        elif isinstance(module, rule.match):
-            return rule
-    raise LookupError(type(module).__name__)
+    rule = find_rule(module)
+    assert rule is not None
+    return rule
 
 
 def by_autograd(module: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -144,6 +137,27 @@ def test_scales_multiply_the_gradient():
     (leaf,) = scaled_embedding(module, x, g).values()
     (plain,) = rule_for(nn.Embedding(7, 4)).factorize(nn.Embedding(7, 4), x, 3 * g).values()
     assert_same(stored(GradTree({"w": leaf}))["weight"], stored(GradTree({"w": plain}))["weight"])
+
+
+def test_rules_are_those_of_the_nearest_class():
+    class Mine(nn.Linear):
+        pass
+
+    class GatedRMSNorm(ShiftedRMSNorm):
+        pass
+
+    assert rule_for(Mine(2, 3)).name == "Linear"
+    assert rule_for(nn.MultiheadAttention(4, 2).out_proj).name == "Linear (in MultiheadAttention)"
+    own = Rule("Mine", "Mine", linear)
+    assert find_rule(Mine(2, 3), (own, *RULES)) is own
+    assert find_rule(nn.Conv2d(1, 1, 1)) is None and find_rule(nn.ReLU()) is None
+
+
+def test_a_transposed_layer_holds_a_matrix():
+    convolution = Conv1D(4, 5)
+    convolution.weight = nn.Parameter(torch.ones(2, 3, 4))
+    assert rule_for(Conv1D(4, 5)).refuse(Conv1D(4, 5)) is None
+    assert "matrix product" in (rule_for(convolution).refuse(convolution) or "")
 
 
 def test_only_plain_linear_layers_share_their_input():

@@ -20,6 +20,7 @@ from attrax.core import (
     materialized,
     pad_rows,
     scale_examples,
+    sq_norms_leaf,
     take,
     trim_rows,
     unstack,
@@ -158,13 +159,15 @@ def test_leaves_that_differ_in_kind_parts_or_basis_are_not_joined():
             concat([x, other])
 
 
-@factored
+@kinds
 @law(10, size=sizes())
 def test_joining_calls_adds_their_gradients_cross_terms_included(kind, size):
-    x, y = replace(size, Q=size.B).pair(FACTORED[kind])
+    x, y = replace(size, Q=size.B).pair(KINDS[kind])
     joined = concat_rows([x, y])
     assert_same(gradient(joined), gradient(x) + gradient(y))
-    assert joined.calls == x.calls + y.calls
+    assert_same(sq_norms_leaf(joined), (gradient(x) + gradient(y)).square().sum((1, 2)))
+    assert not isinstance(joined, Rows) or joined.calls == x.calls + y.calls
+    assert concat_rows([x]) is x
 
 
 def test_calls_of_different_lengths_keep_their_positions():

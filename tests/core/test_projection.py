@@ -36,6 +36,7 @@ from .toys import (
     SMALL,
     SUMS,
     Sizes,
+    cut,
     generator,
     law,
     normal,
@@ -117,6 +118,15 @@ def test_row_chunks_do_not_change_a_dense_projection(chunk, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", chunk)
     cut: Any = projected(spec)("w", leaf)
     assert_same(cut.w, whole.w)
+
+
+@pytest.mark.parametrize("sides", ["two", "dense"])
+def test_groups_of_examples_are_projected_as_one(sides):
+    """The last group is shorter than the others."""
+    x, _ = Sizes(10, 1, 2, 1, 30, 5).trees(LINEAR)
+    spec = Projection(5, sides=sides)
+    groups = [vectors(project(group, spec)) for group in cut(x, 4, 4, 2)]
+    assert_same(torch.cat(groups), vectors(project(x, spec)))
 
 
 def test_any_rows_of_a_matrix_are_those_of_the_whole():

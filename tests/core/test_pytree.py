@@ -106,6 +106,14 @@ def test_vmap_maps_over_stacked_leaves(kind):
     assert_same(built.w[1], materialize_leaf(other).w)
 
 
+def test_vmap_maps_over_stacked_trees():
+    """An ensemble of models, one tree each."""
+    trees = [replace(SMALL, seed=seed).trees()[0] for seed in range(3)]
+    ensemble = pytree.tree_map(lambda *members: torch.stack(members), *trees)
+    assert isinstance(ensemble, GradTree) and list(ensemble) == list(KINDS)
+    assert_same(torch.func.vmap(norms)(ensemble), torch.stack([norms(grads) for grads in trees]))
+
+
 @pytest.mark.parametrize("kind", FLOATING)
 def test_jvp_differentiates_through_leaves(kind):
     """A factored gradient is a product of two factors: moving both along themselves doubles it."""

@@ -170,6 +170,20 @@ def test_fits_do_not_depend_on_blocks(name):
 
 
 @methods
+def test_a_fit_in_one_order_scores_another(name):
+    """Rows are matched by id, never by position."""
+    _, fit = METHODS[name]
+    order = torch.randperm(30, generator=generator(87))
+    shuffled = Blocks(
+        [block(TRAIN.map(lambda _, leaf: take(leaf, order)), tuple(f"x{i}" for i in order.tolist()))]
+    )
+    s = influence(fit(shuffled), source(TRAIN), source(QUERY))
+    turned = influence(fit(source(TRAIN)), shuffled, source(QUERY))
+    assert turned.ids != s.ids
+    assert_same(turned.in_order(s.ids).values, s.values, within=1e-9)
+
+
+@methods
 def test_the_loss_weight_of_a_batch_does_not_reach_the_curvature(name):
     """Captured gradients hold c G: without undoing it, covariances of small batches would count c^2 times."""
     method, _ = METHODS[name]
