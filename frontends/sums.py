@@ -55,9 +55,10 @@ class GradientSums:
             given.keys() - self._sums.keys(), "has a gradient but its layer was never captured"
         )
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
-        pairs = {n: distance(self._sums[n], grads[n]) for n in grads.keys() & self._sums.keys()}
-        raise_on(missing | ({} if _reduced() else mismatches(pairs, dtype)))
-        for name in pairs if given else ():
+        seen = grads.keys() & self._sums.keys()
+        pairs = {} if _reduced() else {n: distance(self._sums[n], grads[n]) for n in seen}
+        raise_on(missing | mismatches(pairs, dtype))
+        for name in seen if given else ():
             del self._waiting[name]
 
 
