@@ -129,6 +129,20 @@ def test_groups_of_examples_are_projected_as_one(sides):
     assert_same(torch.cat(groups), vectors(project(x, spec)))
 
 
+def test_matrices_never_change():
+    """Projected gradients on disk are only usable with projected queries while these numbers stay."""
+    gaussian = projection_matrix(Projection(3, "gaussian", seed=2), "fc.weight", "a", 5)
+    assert gaussian is not None
+    torch.testing.assert_close(
+        gaussian[3], torch.tensor([-0.757385194, 1.04676497, -0.53053689]), rtol=1e-6, atol=0
+    )
+    expected = {"g": ["+++", "++-", "--+", "+-+", "-+-"], "dense": ["-+-", "--+", "-+-"]}
+    for which, rows in expected.items():
+        matrix = projection_matrix(Projection(3, seed=2), "fc.weight", which, len(rows))
+        assert matrix is not None
+        assert ["".join("-+"[int(x > 0)] for x in row) for row in matrix] == rows
+
+
 def test_any_rows_of_a_matrix_are_those_of_the_whole():
     spec = Projection(5, "gaussian", "dense")
     whole = projection_matrix(spec, "w", "dense", 33)
