@@ -17,7 +17,7 @@ from attrax.core.source import Visit
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
-from attrax.frontends.rows import pick, with_ids
+from attrax.frontends.rows import for_loss, pick, with_ids
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Functional:
                 continue
             counts = tokens(batch).cpu() if tokens else None
             weight = torch.ones(B, dtype=torch.float64)
-            examples = Examples(batch["example_ids"], 0, 0, weight, counts, marks.now())
+            examples = Examples(tuple(batch["example_ids"]), 0, 0, weight, counts, marks.now())
             grads = self._vmapped(batch) if self.how == "vmap" else self._looped(batch)
             yield examples, {n: visit(n, materialized(n, w), examples) for n, w in grads.items()}
 
@@ -72,7 +72,7 @@ class Functional:
             single = pick(batch, torch.tensor([i]))
 
             def one(parameters: dict[str, Tensor], single: Mapping[str, Any] = single) -> Tensor:
-                return self.loss(_Bound(self.model, parameters), single).sum()
+                return self.loss(_Bound(self.model, parameters), for_loss(single, self.loss)).sum()
 
             rows.append(grad(one)(self._parameters()))
         return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}

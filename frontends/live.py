@@ -23,7 +23,7 @@ from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode, check_selection
 from attrax.frontends.passes import Pass
 from attrax.frontends.progress import tracked
-from attrax.frontends.rows import Batch, nonfinite_examples, pick, with_ids
+from attrax.frontends.rows import Batch, for_loss, nonfinite_examples, pick, with_ids
 from attrax.frontends.tape import Tape
 from attrax.frontends.verify import verify_gradients
 
@@ -101,7 +101,7 @@ class Live:
         tape = Tape(self.model, self.selection.layers, deliver)
         with running(self.model, tape, self.wanted):
             with tape.spanning(B):
-                losses = self.loss(self.model, batch)
+                losses = self.loss(self.model, for_loss(batch, self.loss))
             _check_losses(losses, B, tape.seen)
             tape.differentiate(losses.sum())
         _check_leaves(bad, examples)
@@ -112,7 +112,7 @@ class Live:
         if self.on_nonfinite == "raise":
             return batch
         with set_aside(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            keep = torch.isfinite(self.loss(self.model, batch)).cpu()
+            keep = torch.isfinite(self.loss(self.model, for_loss(batch, self.loss))).cpu()
         for name, fine in zip(batch["example_ids"], keep.tolist(), strict=True):
             if not fine:
                 self.skipped.append((name, "non-finite loss"))
@@ -139,7 +139,8 @@ def live(
             left as it was: parameters, `.grad`, `requires_grad`, hooks, random state, train/eval mode.
         data: Batches, a re-iterable of mappings passed to `loss`.  Tensors (and lists) whose first axis is the batch;
             ``example_ids`` may hold their ids (strings), else ids are content hashes.
-        loss: ``(model, batch) -> [B]`` summed loss per example; `causal_lm` by default.
+        loss: ``(model, batch) -> [B]`` summed loss per example; `causal_lm` by default.  One with a method
+            ``sampled(seed)``, for labels drawn from the model, finds ids under ``example_ids`` in every batch.
         include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Not these layers.
         rules: Layer rules.
@@ -193,6 +194,7 @@ def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[No
     """A frozen, hooked model with gradients enabled and the random state set aside."""
     with (
         set_aside(model),
+        torch.inference_mode(False),
         torch.enable_grad(),
         frozen(model),
         tape.attached(set(wanted)),

@@ -129,15 +129,16 @@ def batched(path: str, run: Pass, x: Tensor, output: Tensor) -> tuple[Tensor, Te
         RuntimeError: If the first axis of the call is not the example axis, or might not be.
     """
     rows = run.rows = x.shape[0] if run.rows is None and x.ndim else run.rows
-    if x.ndim and output.ndim and output.shape[0] == rows == x.shape[0]:
-        if x.ndim == 1 and not x.is_floating_point() and _has_axis(run, x.shape[0]):
+    vector = x.ndim == 1 and x.is_floating_point()
+    if x.ndim and not vector and output.ndim and output.shape[0] == rows == x.shape[0]:
+        if x.ndim == 1 and _has_axis(run, x.shape[0]):
             raise RuntimeError(
                 f"capture: layer '{path}' looks up {rows} ids in a batch of {rows} examples of length {rows}: one id "
                 "an example, or the positions of all of them? Use another batch size or length, look up positions as "
                 "[1, T], or exclude the layer."
             )
         return x, output
-    if rows is not None and x.ndim and output.ndim and output.shape[0] == x.shape[0] == 1:
+    if rows is not None and x.ndim and not vector and output.ndim and output.shape[0] == x.shape[0] == 1:
         return x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
     raise RuntimeError(
         f"capture: layer '{path}' saw an input of shape {tuple(x.shape)} in a batch of {rows} examples; its first axis "

@@ -14,6 +14,10 @@ POSITIONAL = ("attention_mask", "position_ids", "cache_position")
 """Inputs that say where tokens stand, not what the example is; some are shared by the whole batch."""
 
 
+class ContentIds(tuple[str, ...]):
+    """Ids that the front-end made of the content of a batch."""
+
+
 def with_ids(batch: Batch) -> Batch:
     """The batch with example ids: its own, or content hashes without padding.
 
@@ -30,10 +34,20 @@ def with_ids(batch: Batch) -> Batch:
         raise ValueError(f"live: a batch holds no tensor with a batch axis; it has {sorted(batch)}.")
     rows = next(iter(tensors.values())).shape[0]
     own = batch.get("example_ids")
-    ids = content_ids(tensors, mask=batch.get("attention_mask")) if own is None else as_ids(own)
+    ids = ContentIds(content_ids(tensors, mask=batch.get("attention_mask"))) if own is None else as_ids(own)
     if len(ids) != rows:
         raise ValueError(f"live: a batch has {len(ids)} ids for {rows} rows.")
     return {**batch, "example_ids": ids}
+
+
+def for_loss(batch: Batch, loss: object) -> dict[str, Any]:
+    """A copy of the batch for a loss, which may take things out of it.
+
+    Ids that the user did not put there are left out, so that ``model(**batch)`` works, but for losses that draw labels.
+    """
+    made = isinstance(batch["example_ids"], ContentIds) and not hasattr(loss, "sampled")
+    kept = {k: v for k, v in batch.items() if not (made and k == "example_ids")}
+    return {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in kept.items()}
 
 
 def as_ids(values: Iterable[object]) -> tuple[str, ...]:

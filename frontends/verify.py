@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attrax.core import Examples, GradTree, Leaf, stored, take
 from attrax.core.leaves import dtype_of
-from attrax.frontends.rows import pick
+from attrax.frontends.rows import for_loss, pick
 
 if TYPE_CHECKING:
     from attrax.frontends.live import Live
@@ -83,7 +83,7 @@ def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Te
     named = {n: p for n, p in source.model.named_parameters() if n in source.wanted}
     with _borrowed(source.model, set(source.wanted)), torch.compiler.set_stance("force_eager"):
         before = _random_state(source.model)
-        loss = source.loss(source.model, batch).sum()
+        loss = source.loss(source.model, for_loss(batch, source.loss)).sum()
         if any(not torch.equal(a, b) for a, b in zip(before, _random_state(source.model), strict=True)):
             raise ValueError(
                 "live: the loss draws random numbers, so an example has no gradient of its own. Call model.eval(), put "
@@ -96,7 +96,7 @@ def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Te
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            source.loss(source.model, batch).sum().backward()
+            source.loss(source.model, for_loss(batch, source.loss)).sum().backward()
             grads = [p.grad for p in named.values()]
     return {n: g.to_dense() if g.is_sparse else g for n, g in zip(named, grads, strict=True) if g is not None}
 
@@ -106,7 +106,7 @@ def _borrowed(model: nn.Module, wanted: set[str]) -> Iterator[None]:
     """Captured parameters that require gradients, and no `.grad`, inside the context; all as it was after it."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         try:
             for name, p in model.named_parameters():
                 p.requires_grad_(p.requires_grad or name in wanted)

@@ -143,6 +143,38 @@ def test_steps_and_rates(kind, rng):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
 
+def test_a_block_is_there_as_soon_as_its_step_is_taken(rng):
+    model, blocks = seeded(MLP), []
+    moving = SGD(model.parameters(), lr=0.1)
+    with capture(model, sinks=[blocks.append], loss="sum"):
+        sum_ce(model, classes(rng)).backward()
+        assert blocks == []
+        moving.step()
+        assert len(blocks) == 1
+
+
+def test_optimizers_inside_the_backward(rng):
+    """One optimizer a parameter, run by the parameter's own hook while the backward goes on."""
+    model, blocks = seeded(MLP), []
+
+    def attach(p: nn.Parameter) -> None:
+        moving = SGD([p], lr=0.1)
+
+        def step(p: Tensor) -> None:
+            moving.step()
+            moving.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+
+    for p in model.parameters():
+        attach(p)
+    with capture(model, sinks=[blocks.append], loss="sum", verify=False):
+        for _ in range(3):
+            sum_ce(model, classes(rng)).backward()
+    assert [(b.examples.step, b.examples.learning_rate) for b in blocks] == [(k, 0.1) for k in range(3)]
+    assert len({b.examples.fingerprint for b in blocks}) == 3
+
+
 def test_a_line_search_moves_parameters_within_a_step(rng):
     """LBFGS evaluates its closure at several points: one step, as many fingerprints."""
     model, batch, blocks = seeded(MLP), classes(rng), []

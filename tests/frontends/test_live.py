@@ -210,6 +210,30 @@ def test_the_model_may_be_called_several_times_in_one_loss(rng):
     assert_gradients(captured(live(model, [batch], pair)), one_by_one(model, batch, pair))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_caller_does_not_matter(mode, rng):
+    model, batch = seeded(MLP), classes(rng)
+    right = one_by_one(model, batch, CLASSIFY)
+    with mode():
+        fresh = {k: v.clone() for k, v in batch.items()}
+        got = captured(live(model, [batch, fresh], CLASSIFY))
+    assert_gradients(got, {n: torch.cat([g, g]) for n, g in right.items()})
+
+
+def test_a_loss_may_unpack_its_batch_or_take_things_out_of_it(rng):
+    """Ids made of the content do not get in the way of ``model(**batch)``."""
+
+    def unpacked(model: nn.Module, batch: Any) -> Tensor:
+        y = batch.pop("y")
+        return F.cross_entropy(model(**batch), y, reduction="none")
+
+    model, batch = seeded(MLP), classes(rng)
+    source = live(model, [batch], unpacked)
+    assert_gradients(captured(source), one_by_one(model, batch, CLASSIFY))
+    assert_gradients(captured(source), captured(live(model, [batch], CLASSIFY)))
+    assert list(batch) == ["x", "y"]
+
+
 def test_only_part_of_the_model_may_run(rng):
     def first(model: nn.Module, batch: Any) -> Tensor:
         return model.get_submodule("first")(batch["x"]).square().sum(1)
