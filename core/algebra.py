@@ -152,7 +152,9 @@ def concat_rows(leaves: Sequence[T]) -> T:
         built = [leaf.w for leaf in leaves if isinstance(leaf, Materialized)]
         return replace(first, w=torch.stack(built).sum(0))
     if isinstance(first, Sum):
-        return replace(first, uses=tuple(use for leaf in leaves if isinstance(leaf, Sum) for use in leaf.uses))
+        return replace(
+            first, uses=tuple(use for leaf in leaves if isinstance(leaf, Sum) for use in leaf.uses)
+        )
     rows = [leaf for leaf in leaves if not isinstance(leaf, Materialized | Sum)]
     positions = max(_positions(leaf) for leaf in rows)
     rows = [_lay_out(leaf, leaf.calls, positions) for leaf in rows]

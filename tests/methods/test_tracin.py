@@ -54,8 +54,14 @@ def train_run(c: Mapping[int, torch.Tensor] | None = None, **about: Any) -> Bloc
     return Blocks(blocks)
 
 
-def query_run(steps: tuple[int, ...] = STEPS) -> Recorded:
-    return Recorded(tuple(block(QUERY[k], ("p", "q"), step=k, fingerprint=f"p{k}") for k in steps))
+def query_run(steps: tuple[int, ...] = STEPS, c: float = 1.0) -> Recorded:
+    """Query gradients recorded with a loss that weighed each by c."""
+    weight = torch.full((2,), c, dtype=torch.float64)
+    captured = {k: QUERY[k].map(lambda _, leaf: scale_examples(leaf, weight)) for k in steps}
+    about = dict(weight=weight)
+    return Recorded(
+        tuple(block(g, ("p", "q"), step=k, fingerprint=f"p{k}", **about) for k, g in captured.items())
+    )
 
 
 def expected_rows(
@@ -86,6 +92,7 @@ def test_examples_add_up_over_steps():
 def test_examples_are_weighed_as_their_step_did_and_queries_are_not():
     c = {k: torch.linspace(0.1, 1.0, 3, dtype=torch.float64) * (k + 1) for k in STEPS}
     assert_same(tracin(train_run(c), query_run()).values, expected_rows(c))
+    assert_same(tracin(train_run(c), query_run(c=0.25)).values, expected_rows(c))
     assert_same(tracin(train_run(c), query_run(), target="sum").values, expected_rows())
 
 
