@@ -34,7 +34,10 @@ class Rule:
         factorize: The rule.
         shares_input: Whether `a` is the layer's input unchanged, so that layers fed by one tensor can be stacked.
         parameters: Attributes the rule may return a leaf for; others of the layer are not captured.
-        refuse: ``module -> reason`` for configurations the rule does not cover, else None.
+        refuse: ``module -> reason`` for configurations the rule does not cover (they are recomputed), else None.
+        inputs: Names of the forward arguments the rule takes, as a tuple of tensors or None; empty for the first
+            tensor argument alone.
+        rows: Whether further axes between the first and the last are rows, however many there are.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Rule:
     factorize: Factorize
     shares_input: bool = False
     parameters: tuple[str, ...] = ("weight", "bias")
+    inputs: tuple[str, ...] = ()
+    rows: bool = True
     refuse: Callable[[nn.Module], str | None] = lambda module: None
 
 
@@ -141,14 +146,7 @@ def _refuse_conv1d(module: nn.Module) -> str | None:
     return None if isinstance(weight, Tensor) and weight.ndim == 2 else "not a matrix product x W + b"
 
 
-def _refuse_attention(module: nn.Module) -> str | None:
-    return "MultiheadAttention uses its output projection without calling it"
-
-
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "Linear (in MultiheadAttention)", "NonDynamicallyQuantizableLinear", linear, refuse=_refuse_attention
-    ),
     Rule("Linear", nn.Linear, linear, shares_input=True),
     Rule("Conv1D (Hugging Face)", "Conv1D", transposed_linear, shares_input=True, refuse=_refuse_conv1d),
     Rule("Embedding (scaled)", r".*ScaledWordEmbedding", scaled_embedding, parameters=("weight",)),

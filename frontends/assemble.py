@@ -11,7 +11,7 @@ import torch
 
 from attrax.core import Factorized, Leaf, Sum, concat_rows
 from attrax.core.algebra import swap_roles
-from attrax.core.leaves import Diagonal
+from attrax.core.leaves import Diagonal, Materialized
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +85,23 @@ def _named(name: str, piece: Piece, attribute: str) -> Leaf:
 def _join(name: str, found: Sequence[tuple[Piece, str]]) -> Leaf:
     """One leaf from all uses of a parameter."""
     leaves = [_named(name, piece, attribute) for piece, attribute in found]
-    factored = [leaf for leaf in leaves if isinstance(leaf, Factorized)]
-    if len({leaf.parts[0].transposed for leaf in factored}) > 1:
+    if len({isinstance(x, Factorized) and x.parts[0].transposed for x in leaves}) > 1:
         leaves = [swap_roles(x) if isinstance(x, Factorized) and x.parts[0].transposed else x for x in leaves]
+    if len({type(x) for x in leaves}) > 1:
+        leaves = [_as_matrix(x) if isinstance(x, Materialized) else x for x in leaves]
     kinds: dict[type, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
         kinds[type(leaf)].append(leaf)
     joined = [concat_rows(same) for same in kinds.values()]
     return joined[0] if len(joined) == 1 else Sum(tuple(joined), joined[0].parts)
+
+
+def _as_matrix(leaf: Materialized) -> Materialized:
+    """A gradient of more than two axes (a convolution's) as the matrix that factored uses of the weight have."""
+    if leaf.w.ndim <= 3:
+        return leaf
+    part = replace(leaf.parts[0], shape=tuple(leaf.w.shape[1:]))
+    return replace(leaf, w=leaf.w.flatten(2), parts=(part,))
 
 
 def _fold_bias(

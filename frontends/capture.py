@@ -21,14 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
-from attrax.frontends.coverage import Coverage, Selection, Selector, select
+from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.modes import check_compiled, check_coupled
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums
-from attrax.frontends.tape import Tape
+from attrax.frontends.tape import LayoutError, Tape
 
 Sink = Callable[[Block], object]
 Ids = Callable[[Mapping[str, Any]], Sequence[str]]
@@ -76,6 +76,7 @@ class Capture:
         ids: Ids | None,
         on_nonfinite: Literal["skip", "raise"],
         verify: bool,
+        strict: bool,
     ) -> None:
         self.model, self.transform, self.selection = model, transform, reselect()
         self.sinks, self.callbacks = tuple(sinks), tuple(callbacks)
@@ -99,6 +100,7 @@ class Capture:
             start=self._start,
             open_pass=self._open,
             close_pass=lambda run, output: tap_loss(output, run.notes),
+            unplaced=None if strict else self._leave_out,
         )
 
     @property
@@ -125,6 +127,17 @@ class Capture:
         """Nothing is captured inside: evaluation or probing within a step."""
         with self._tape.paused():
             yield
+
+    def _leave_out(self, error: LayoutError) -> None:
+        """Parameters of a layer whose examples cannot be told apart become gaps."""
+        names = set(error.layer.names.values())
+        self.selection = without(self.selection, names, "its examples cannot be told apart")
+        self._wanted -= names
+        if not self._wanted:
+            raise error
+        if self._sums is not None:
+            self._sums.leave_out(names)
+        warnings.warn(f"{error} Its parameters are left out.", RuntimeWarning, stacklevel=2)
 
     # One backward: start -> deliver (leaf by leaf) -> finish.
 
@@ -251,7 +264,7 @@ class Capture:
         """An optimizer is about to use gradients none of which were seen: the hooks do not fire."""
         if self._begun or not any(p.grad is not None for p in self._steps.parameters().values()):
             return
-        layers = [path for path, _, _ in self.selection.layers if path not in self._tape.seen]
+        layers = [x.path for x in self.selection.layers if x.path not in self._tape.seen]
         raise RuntimeError(
             f"capture: an optimizer steps on gradients that were not captured. Layers never called: {layers[:5]}. Was "
             "the model compiled before, is another copy of it trained, does a parent call layer.forward(), or were the "
@@ -343,4 +356,5 @@ def capture(
         ids=ids,
         on_nonfinite=on_nonfinite,
         verify=verify,
+        strict=strict,
     )

@@ -1,12 +1,13 @@
 """Which parameters are captured, by which rule, and which are not and why: decided before anything runs.
 
-A parameter that several layers share is captured only if all of them are: part of its gradient would be a gradient of
-nothing.
+Parameters of modules without a rule are captured by recomputing the module that uses them.  A parameter that several
+layers share is captured only if all of them are: part of its gradient would be a gradient of nothing.  One that also
+lies bare on another module is taken to be another name of it (checks against autograd tell otherwise).
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from torch import nn
@@ -82,11 +83,31 @@ def matches(selector: Selector, name: str, module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Layers to tap: module paths with their rules, and the resulting coverage."""
+class Layer:
+    """A module to tap.
 
-    layers: tuple[tuple[str, nn.Module, Rule], ...]
+    Attributes:
+        path: Module path.
+        module: The module.
+        rule: Its rule; None if it is recomputed.
+        names: Canonical names of the parameters to capture, by attribute path within the module.
+    """
+
+    path: str
+    module: nn.Module
+    rule: Rule | None
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Layers to tap, and the resulting coverage."""
+
+    layers: tuple[Layer, ...]
     coverage: Coverage
+
+
+RECOMPUTED = "recomputed"
 
 
 def select(
@@ -97,7 +118,7 @@ def select(
     rules: Sequence[Rule] = RULES,
     strict: bool = False,
 ) -> Selection:
-    """Decide which layers are captured: every trainable parameter a rule covers, unless told otherwise.
+    """Decide which layers are captured: every trainable parameter, unless told otherwise.
 
     Args:
         model: The model; parameters with `requires_grad` are trainable.
@@ -112,39 +133,83 @@ def select(
     Raises:
         ValueError: If nothing is captured, or `strict` and something is not.
     """
-    layers: list[tuple[str, nn.Module, Rule]] = []
+    ruled: dict[str, Layer] = {}
+    recomputed: dict[str, Layer] = {}
     captured: dict[str, Captured] = {}
     gaps: dict[str, Gap] = {}
+    bare: list[tuple[str, str]] = []
     names = {id(p): n for n, p in model.named_parameters()}
     for path, module in model.named_modules():
         own = {a: p for a, p in module.named_parameters(recurse=False) if p.requires_grad}
-        rule = find_rule(module, rules) if own else None
-        reason = _reason(path, module, rule, include, exclude)
-        covered = [a for a in own if rule is not None and reason is None and a in rule.parameters]
+        rule = _rule(module, path, rules) if own else None
+        left_out = _left_out(path, module, include, exclude)
         for attribute, p in own.items():
             name = names[id(p)]
-            if rule is not None and attribute in covered:
+            if left_out is not None:
+                gaps[name] = Gap(name, f"{left_out} ('{path}.{attribute}')", p.numel())
+            elif rule is not None and attribute in rule.parameters:
+                layer = ruled.get(path, Layer(path, module, rule, {}))
+                ruled[path] = replace(layer, names={**layer.names, attribute: name})
                 captured[name] = Captured(name, rule.name, p.numel())
-                continue
-            why = reason or f"the rule for {type(module).__name__} does not cover '{attribute}'"
-            gaps[name] = Gap(name, f"{why} ('{path}.{attribute}')", p.numel())
-        if rule is not None and covered:
-            layers.append((path, module, rule))
+            else:
+                bare.append((f"{path}.{attribute}" if path else attribute, name))
+    for full, name in bare:
+        if name in captured:
+            continue
+        path, module = _user(model, full.rpartition(".")[0])
+        layer = recomputed.get(path, Layer(path, module, None, {}))
+        local = full[len(path) :].lstrip(".")
+        recomputed[path] = replace(layer, names={**layer.names, local: name})
+    for layer in recomputed.values():
+        how = f"{RECOMPUTED} {type(layer.module).__name__}"
+        sizes = {n: model.get_parameter(n).numel() for n in layer.names.values()}
+        captured |= {n: Captured(n, how, size) for n, size in sizes.items()}
     coverage = Coverage(tuple(c for n, c in captured.items() if n not in gaps), tuple(gaps.values()))
     _check(model, coverage, strict)
-    return Selection(tuple(layers), coverage)
+    return Selection((*ruled.values(), *recomputed.values()), coverage)
 
 
-def _reason(
-    path: str, module: nn.Module, rule: Rule | None, include: Selector | None, exclude: Selector | None
-) -> str | None:
+def _rule(module: nn.Module, path: str, rules: Sequence[Rule]) -> Rule | None:
+    """The rule of a module that is called itself."""
+    if type(module).__name__ in UNCALLED or PARAMETRIZED in path.split("."):
+        return None
+    rule = find_rule(module, rules)
+    return None if rule is None or rule.refuse(module) else rule
+
+
+def without(selection: Selection, parameters: Collection[str], reason: str) -> Selection:
+    """A selection in which some parameters are gaps."""
+    captured, gaps = selection.coverage.captured, selection.coverage.gaps
+    lost = tuple(Gap(c.parameter, reason, c.entries) for c in captured if c.parameter in parameters)
+    kept = tuple(c for c in captured if c.parameter not in parameters)
+    layers = tuple(
+        replace(layer, names={a: n for a, n in layer.names.items() if n not in parameters})
+        for layer in selection.layers
+    )
+    return Selection(tuple(layer for layer in layers if layer.names), Coverage(kept, gaps + lost))
+
+
+def _left_out(path: str, module: nn.Module, include: Selector | None, exclude: Selector | None) -> str | None:
     if include is not None and not matches(include, path, module):
         return "not in include"
     if exclude is not None and matches(exclude, path, module):
         return "excluded"
-    if rule is None:
-        return f"no rule for {type(module).__name__}"
-    return rule.refuse(module)
+    return None
+
+
+UNCALLED = ("NonDynamicallyQuantizableLinear", "ParameterList", "ParameterDict", "ModuleList", "ModuleDict")
+"""Classes whose parameters are used by the module around them, past their own forward."""
+PARAMETRIZED = "parametrizations"
+"""Where torch keeps what the weight of the module around it is computed from."""
+
+
+def _user(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """The nearest module, at a path or around it, that is called with examples."""
+    parts = path.split(".") if path else []
+    parts = parts[: parts.index(PARAMETRIZED)] if PARAMETRIZED in parts else parts
+    while parts and type(model.get_submodule(".".join(parts))).__name__ in UNCALLED:
+        parts.pop()
+    return ".".join(parts), model.get_submodule(".".join(parts))
 
 
 def _check(model: nn.Module, coverage: Coverage, strict: bool) -> None:

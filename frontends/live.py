@@ -7,25 +7,27 @@ moment its gradient exists, and its factors are freed.
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Examples, Leaf
+from attrax.core import Examples, Leaf, materialized
 from attrax.core.factorization import RULES, Rule
 from attrax.core.source import Visit
+from attrax.frontends.apart import gradients_apart, settle
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
+from attrax.frontends.layout import Layout, reordered
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode, check_selection
-from attrax.frontends.passes import Pass
+from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.progress import tracked
+from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, nonfinite_examples, pick, with_ids
 from attrax.frontends.tape import Tape
-from attrax.frontends.verify import verify_gradients
 
 T = TypeVar("T")
 
@@ -42,13 +44,26 @@ class Live:
     on_nonfinite: Literal["raise", "skip"] = "raise"
     progress: str | None = None
     verify: bool = True
+    strict: bool = False
     skipped: list[tuple[str, str]] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)
+    apart: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
     @property
     def coverage(self) -> Coverage:
         """Which parameters are captured, by which rule, and which are not and why."""
-        return self.selection.coverage
+        rules = {name: f"autograd of each example ({why})" for name, why in self.apart.items()}
+        coverage = self.selection.coverage
+        return replace(
+            coverage,
+            captured=tuple(replace(c, rule=rules.get(c.parameter, c.rule)) for c in coverage.captured),
+        )
+
+    @property
+    def tapped(self) -> frozenset[str]:
+        """Parameters whose gradients come from the hooks."""
+        return self.wanted.difference(self.apart)
 
     @property
     def reiterable(self) -> bool:
@@ -79,12 +94,21 @@ class Live:
             if not kept["example_ids"]:
                 continue
             mark = marks.now()
-            if self.verify and mark not in self.verified and verify_gradients(self, kept):
+            if self.verify and mark not in self.verified and settle(self, kept):
                 self.verified.add(mark)
             yield self.run(kept, visit, mark)
 
-    def run(self, batch: Batch, visit: Visit[T], mark: str) -> tuple[Examples, dict[str, T]]:
-        """Forward and backward of one batch; `visit` sees every leaf."""
+    def run(
+        self, batch: Batch, visit: Visit[T], mark: str, *, apart: bool = True
+    ) -> tuple[Examples, dict[str, T]]:
+        """Forward and backward of one batch; `visit` sees every leaf.
+
+        Args:
+            batch: The batch, with ids.
+            visit: Function of each leaf.
+            mark: Fingerprint of the parameters.
+            apart: Whether to differentiate one example at a time what cannot be tapped.
+        """
         B = len(batch["example_ids"])
         tokens = getattr(self.loss, "tokens", None)
         counts = tokens(batch).cpu() if tokens else None
@@ -94,18 +118,32 @@ class Live:
         values: dict[str, T] = {}
         bad: dict[str, Tensor] = {}
 
-        def deliver(_: Pass, name: str, leaf: Leaf) -> None:
+        def deliver(_: Pass | None, name: str, leaf: Leaf) -> None:
             bad[name] = nonfinite_examples(leaf)
             values[name] = visit(name, leaf, examples)
 
-        tape = Tape(self.model, self.selection.layers, deliver)
-        with running(self.model, tape, self.wanted):
-            with tape.spanning(B):
+        if self.tapped:
+            self._backward(batch, deliver)
+        if self.apart and apart:
+            for name, w in gradients_apart(self, batch, self.apart).items():
+                deliver(None, name, materialized(name, w))
+        _check_leaves(bad, examples)
+        return examples, values
+
+    def _backward(self, batch: Batch, deliver: Callable[[Pass | None, str, Leaf], None]) -> None:
+        B, segments = len(batch["example_ids"]), batch.get("segment_ids")
+        rows = B if segments is None else len(segments)
+        tape = Tape(self.model, self.selection.layers, deliver, layouts=self.layouts)
+
+        def again(reorder: bool) -> Tensor:
+            order = reordered(B) if reorder and segments is None else torch.arange(B)
+            return self.loss(self.model, for_loss(pick(batch, order), self.loss))
+
+        with running(self.model, tape, self.tapped):
+            with tape.spanning(rows, flatten(batch), again, segments, B):
                 losses = self.loss(self.model, for_loss(batch, self.loss))
             _check_losses(losses, B, tape.seen)
             tape.differentiate(losses.sum())
-        _check_leaves(bad, examples)
-        return examples, values
 
     def _finite(self, batch: Batch) -> Batch:
         """The batch, without examples whose loss is not finite if these are to be skipped."""
@@ -149,6 +187,8 @@ def live(
             forward pass a batch).
         progress: Label of a progress bar, or None for no bar.
         verify: Compare the first example's captured gradients with autograd before anything else, once a pass.
+            Parameters that a layer rule gets wrong (a weight used outside its layer) or cannot place (no example axis)
+            are then differentiated one example at a time, with a warning; an error if `strict`.
 
     Returns:
         The source.
@@ -167,7 +207,10 @@ def live(
     model = getattr(model, "_orig_mod", model)
     selection = select(model, include=include, exclude=exclude, rules=rules, strict=strict)
     wanted = frozenset(c.parameter for c in selection.coverage.captured)
-    return Live(model, data, loss or causal_lm(), selection, wanted, on_nonfinite, progress, verify)
+    found = Live(model, data, loss or causal_lm(), selection, wanted, on_nonfinite, progress, verify, strict)
+    whole = [layer for layer in selection.layers if layer.rule is None and not layer.path]
+    found.apart.update({n: "a parameter of the model itself" for x in whole for n in x.names.values()})
+    return found
 
 
 @contextlib.contextmanager
@@ -197,6 +240,7 @@ def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[No
         torch.inference_mode(False),
         torch.enable_grad(),
         frozen(model),
+        slow_attention(),
         tape.attached(set(wanted)),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),

@@ -4,7 +4,7 @@ State belongs to a pass, never to the model: a forward pass that is never differ
 exception) leaves nothing behind.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attrax.core.factorization import Rule
+from attrax.core import Leaf
 from attrax.frontends.assemble import Piece, components
 
 
@@ -22,23 +22,23 @@ class Call:
 
     Attributes:
         path: Module path of the layer.
-        module: The layer.
-        rule: Its rule.
         index: Position among the calls of the pass.
         names: Canonical name by attribute, for the parameters to capture.
         accumulators: Autograd node that adds to the parameter's `.grad`, by attribute.
-        input_key: Identifies the memory of the layer's input.
+        leaves: Makes the leaves of the examples, by attribute, of the saved inputs and the output gradients.
+        input_key: Identifies the memory of the layer's input, if layers fed by it can be stacked.
+        head: Whether the layer is the model's output head.
         piece: The layer's leaves, between their arrival and their delivery.
         arrived: Whether this call's gradient has arrived in the running backward.
     """
 
     path: str
-    module: nn.Module
-    rule: Rule
     index: int
     names: Mapping[str, str]
     accumulators: Mapping[str, torch.autograd.graph.Node]
-    input_key: tuple[object, ...]
+    leaves: Callable[[Sequence[Tensor], Sequence[Tensor]], Mapping[str, Leaf]]
+    input_key: tuple[object, ...] | None = None
+    head: bool = False
     piece: Piece | None = None
     arrived: bool = False
 
@@ -48,7 +48,10 @@ class Pass:
     """One forward pass and what its backward has delivered so far.
 
     Attributes:
-        rows: Number of examples B; None until known.
+        rows: Number of rows along the first axis of the inputs; None until known.
+        segments: [rows, T] example of each position, where rows hold several examples (or -1); None where a row is one.
+        examples: Number of examples B, where rows hold several; see `count`.
+        again: Runs the model once more on the inputs of the pass, as they are or with their rows reordered.
         inputs: Inputs of the outermost call by name, tensors detached.
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
         recomputed: Whether it was opened inside a backward, by activation checkpointing.
@@ -63,6 +66,9 @@ class Pass:
     rows: int | None
     inputs: dict[str, Any]
     complete: bool
+    segments: Tensor | None = None
+    examples: int | None = None
+    again: Callable[[bool], object] | None = None
     recomputed: bool = False
     derived: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -72,10 +78,15 @@ class Pass:
     found: dict[str, Any] = field(default_factory=dict)
     _groups: dict[int, list[Call]] | None = None
 
+    @property
+    def count(self) -> int:
+        """Number of examples."""
+        return self.examples if self.examples is not None else self.rows or 0
+
     def group_of(self, call: Call) -> list[Call]:
         """The calls that must all arrive before `call`'s parameters are complete."""
         if self._groups is None:
-            edges = [[*c.names.values(), *([c.input_key] if c.rule.shares_input else [])] for c in self.calls]
+            edges = [[*c.names.values(), *([] if c.input_key is None else [c.input_key])] for c in self.calls]
             groups = [[self.calls[i] for i in members] for members in components(edges)]
             self._groups = {c.index: members for members in groups for c in members}
         return self._groups[call.index]
@@ -122,32 +133,7 @@ def input_key(x: Tensor) -> tuple[object, ...]:
     return (memory, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
 
 
-def batched(path: str, run: Pass, x: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Give a broadcast call (position ids of shape [1, T]) one row per example; refuse other leading axes.
-
-    Raises:
-        RuntimeError: If the first axis of the call is not the example axis, or might not be.
-    """
-    rows = run.rows = x.shape[0] if run.rows is None and x.ndim else run.rows
-    vector = x.ndim == 1 and x.is_floating_point()
-    if x.ndim and not vector and output.ndim and output.shape[0] == rows == x.shape[0]:
-        if x.ndim == 1 and _has_axis(run, x.shape[0]):
-            raise RuntimeError(
-                f"capture: layer '{path}' looks up {rows} ids in a batch of {rows} examples of length {rows}: one id "
-                "an example, or the positions of all of them? Use another batch size or length, look up positions as "
-                "[1, T], or exclude the layer."
-            )
-        return x, output
-    if rows is not None and x.ndim and not vector and output.ndim and output.shape[0] == x.shape[0] == 1:
-        return x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
-    raise RuntimeError(
-        f"capture: layer '{path}' saw an input of shape {tuple(x.shape)} in a batch of {rows} examples; its first axis "
-        "is not the example axis (flattened or sequence-first input, positions of shape [T]), so examples cannot be "
-        "told apart. Give it a batch axis (positions as [1, T]) or exclude the layer."
-    )
-
-
-def _has_axis(run: Pass, length: int) -> bool:
+def has_axis(run: "Pass", length: int) -> bool:
     """Whether some input has a further axis of this length."""
     return any(isinstance(x, Tensor) and length in x.shape[1:] for x in run.inputs.values())
 

@@ -26,6 +26,11 @@ class GradientSums:
         """Forget the sums of a backward, which may not have ended."""
         self._sums, self._dtypes = {}, set()
 
+    def leave_out(self, parameters: Iterable[str]) -> None:
+        """Do not wait for some parameters."""
+        for name in parameters:
+            self._waiting.pop(name, None)
+
     def fresh(self) -> set[str]:
         """Parameters to check that have no gradient yet."""
         grads = {n: p.grad for n, p in self._waiting.items()}

@@ -7,8 +7,9 @@ penalties, Hessian products) delivers nothing.  A live source runs its own backw
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,26 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from attrax.core import Leaf, tree_map
-from attrax.core.factorization import Rule
 from attrax.frontends.assemble import Piece, assemble
+from attrax.frontends.coverage import Layer
+from attrax.frontends.forms import Form, recompute_form, recompute_tensors, rule_form, rule_inputs
 from attrax.frontends.hooks import hook
-from attrax.frontends.passes import Call, Pass, batched, flatten, input_key, open_pass
-from attrax.frontends.taps import Mark, Tap, origins, saved_input
+from attrax.frontends.layout import EXAMPLES, SHARED, Layout, compared, is_plain, moved, permuted
+from attrax.frontends.passes import Call, Pass, flatten, has_axis, input_key, open_pass
+from attrax.frontends.recompute import Moment, parameter, slow_attention, with_tapped
+from attrax.frontends.taps import Mark, Tap, origins, saved_inputs
+
+
+class LayoutError(RuntimeError):
+    """A layer's examples cannot be told apart.
+
+    Attributes:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: Layer, message: str) -> None:
+        super().__init__(message)
+        self.layer = layer
 
 
 @dataclass(eq=False)
@@ -30,21 +46,25 @@ class Tape:
 
     Attributes:
         model: The model.
-        layers: (path, module, rule) to tap.
+        layers: Layers to tap.
         deliver: Called with (pass, name, leaf) as leaves become complete.
         finish: Called with the passes of a backward once it is over, and the paths of calls that saw no gradient.
         start: Called when a backward begins.
         open_pass: Called when a pass opens; may fill `Pass.notes`.
         close_pass: Called with the outermost call's output; returns the output to use instead.
+        unplaced: Called with the error where a layer's examples cannot be told apart; it is left out if that returns.
+        layouts: Where the examples lie in the layers that were asked, by path; filled as models run.
     """
 
     model: nn.Module
-    layers: Sequence[tuple[str, nn.Module, Rule]]
+    layers: Sequence[Layer]
     deliver: Callable[[Pass, str, Leaf], None]
     finish: Callable[[list[Pass], list[str]], None] = lambda runs, missed: None
     start: Callable[[], None] = lambda: None
     open_pass: Callable[[Pass], None] = lambda run: None
     close_pass: Callable[[Pass, Any], Any] = lambda run, output: output
+    unplaced: Callable[[LayoutError], None] | None = None
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.listening = False
@@ -52,6 +72,9 @@ class Tape:
         self._handles: list[Any] = []
         self._names: dict[str, dict[str, str]] = {}
         self._accumulators: dict[str, dict[str, torch.autograd.graph.Node]] = {}
+        self._random: dict[str, Tensor] = {}
+        self._dropped: set[str] = set()
+        self._asking: list[tuple[str, Tensor]] | None = None
         self._head = _output_head(self.model)
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -70,20 +93,18 @@ class Tape:
         """
         if self._handles:
             raise RuntimeError("capture: this capture is already running; leave it before entering it again.")
-        names = {id(p): n for n, p in self.model.named_parameters()}
-        for path, module, _ in self.layers:
-            own = {a: names.get(id(p)) for a, p in module.named_parameters(recurse=False)}
-            self._names[path] = {a: n for a, n in own.items() if n in wanted and n is not None}
+        for layer in self.layers:
+            self._names[_key(layer)] = {a: n for a, n in layer.names.items() if n in wanted}
         self._depth, self._current, self._running, self._accumulators = 0, None, [], {}
         try:
             for module in self.model.modules():
                 enter = hook(module, self._enter)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            for path, module, rule in self.layers:
-                ready = hook(module, partial(self._ready, path))
-                self._handles.append(module.register_forward_pre_hook(ready, with_kwargs=True))
-                tap = hook(module, partial(self._tap, path, rule))
-                self._handles.append(module.register_forward_hook(tap, with_kwargs=True))
+            for layer in self.layers:
+                ready = hook(layer.module, partial(self._ready, layer))
+                self._handles.append(layer.module.register_forward_pre_hook(ready, with_kwargs=True))
+                tap = hook(layer.module, partial(self._tap, layer))
+                self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True))
             for module in self.model.modules():
                 leave = hook(module, self._leave)
                 self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -106,9 +127,16 @@ class Tape:
             self.listening, self._depth, self._current, self._running = state
 
     @contextlib.contextmanager
-    def spanning(self, rows: int) -> Iterator[Pass]:
-        """One pass of `rows` examples for everything inside the context, however often the model is called."""
-        self._own = self._current = Pass(rows, {}, complete=True)
+    def spanning(
+        self,
+        rows: int,
+        inputs: dict[str, Any],
+        again: Callable[[bool], object] | None = None,
+        segments: Tensor | None = None,
+        examples: int | None = None,
+    ) -> Iterator[Pass]:
+        """One pass for everything inside the context, however often the model is called; see `Pass` for arguments."""
+        self._own = self._current = Pass(rows, inputs, True, segments, examples, again)
         self._depth = 1
         try:
             yield self._own
@@ -151,6 +179,8 @@ class Tape:
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
+        if not run.recomputed and run.rows:
+            run.again = partial(_again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
             self.open_pass(run)
         return run
@@ -162,7 +192,7 @@ class Tape:
         self._depth -= 1
         if self._depth > 0:
             return None
-        self._current, self._depth = None, 0
+        self._current, self._depth, run.again = None, 0, None
         if run in self._running or not torch.is_grad_enabled():
             return None
         output = self.close_pass(run, output) if run.calls and run.complete else output
@@ -172,57 +202,148 @@ class Tape:
         return Mark.apply(x, run, self) if isinstance(x, Tensor) and x.requires_grad else x
 
     def _tap(
-        self,
-        path: str,
-        rule: Rule,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        if self._asking is not None:
+            self._asking += _placeable(layer, module, args, kwargs, output)
+            return None
         run = self._current
         if not self.listening or run is None or run.rows == 0:
             return None
-        self.seen.add(path)
+        self.seen.add(layer.path)
         if not torch.is_grad_enabled():
             run.silent = True
             return None
-        accumulators = self._accumulators.pop(path, {})
-        names = (
-            self._names[path] if self._own is not None else {a: self._names[path][a] for a in accumulators}
-        )
+        accumulators = self._accumulators.pop(_key(layer), {})
+        random = self._random.pop(layer.path, None)
+        random = None if random is not None and torch.equal(random, torch.get_rng_state()) else random
+        names = self._names[_key(layer)]
+        names = names if self._own is not None else {a: n for a, n in names.items() if a in accumulators}
+        names = {a: n for a, n in names.items() if n not in self._dropped}
         if not names:
             return None
-        x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
-            raise RuntimeError(
-                f"capture: layer '{path}' ({type(module).__name__}) was called with {type(x).__name__} and returned "
-                f"{type(output).__name__}; its rule '{rule.name}' needs one tensor in and one out. "
-                "Exclude it or pass rules= with a rule for it."
-            )
-        x, output = batched(path, run, x.detach(), output)
-        call = Call(path, module, rule, len(run.calls), names, accumulators, input_key(x))
+        try:
+            form = self._formed(layer, run, args, kwargs, output, tuple(names), random)
+        except LayoutError as error:
+            if self.unplaced is None:
+                raise
+            self.unplaced(error)
+            self._dropped.update(layer.names.values())
+            return None
+        key = input_key(form.saved[0]) if layer.rule is not None and layer.rule.shares_input else None
+        call = Call(
+            layer.path, len(run.calls), names, accumulators, form.leaves, key, layer.module is self._head
+        )
         run.add(call)
-        anchor = run.anchor(output.device) if self._own is not None else None
-        return Tap.apply(output, anchor, x, call, run, self)
+        anchor = run.anchor(form.outputs[0].device) if self._own is not None else None
+        outputs = Tap.apply(call, run, self, anchor, len(form.saved), *form.saved, *form.outputs)
+        return with_tapped(output, outputs)
 
-    def _ready(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _formed(
+        self,
+        layer: Layer,
+        run: Pass,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        output: Any,
+        names: tuple[str, ...],
+        random: Tensor | None,
+    ) -> Form:
+        module, rule = layer.module, layer.rule
+        if rule is None:
+            layouts = self._layouts(layer, run, recompute_tensors(args, kwargs, output))
+            moment = Moment.of(module, random)
+            form = recompute_form(module, names, args, kwargs, output, moment, layouts, run.rows or 0)
+            return self._placed(layer, run, form, output)
+        inputs = rule_inputs(rule, module, args, kwargs)
+        if inputs[0] is None or not isinstance(output, Tensor):
+            raise RuntimeError(
+                f"capture: layer '{layer.path}' ({type(module).__name__}) was called with "
+                f"{type(args[0] if args else None).__name__} and returned {type(output).__name__}; its rule "
+                f"'{rule.name}' needs tensors in and one out. Exclude it or pass rules= with a rule for it."
+            )
+        run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
+        layout = self._layout(layer, run, output if rule.inputs else inputs[0], output)
+        if layout is None:
+            raise LayoutError(layer, _unclear(layer, inputs[0], run))
+        return rule_form(rule, module, inputs, output, layout, run)
+
+    def _placed(self, layer: Layer, run: Pass, form: Form | None, output: Any) -> Form:
+        if form is None:
+            shapes = [tuple(x.shape) for x in flatten((output,)).values() if isinstance(x, Tensor)]
+            raise LayoutError(
+                layer,
+                f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and returned tensors of "
+                f"shapes {shapes} for {run.rows} examples, none of whose axes is the example axis. Exclude it, give "
+                "its output a batch axis, or pass rules= with a rule for it.",
+            )
+        return form
+
+    def _layout(self, layer: Layer, run: Pass, x: Tensor, output: Tensor) -> Layout | None:
+        """Where the examples lie in a call; the model is asked where shapes leave a doubt."""
+        B = run.rows
+        vector = x.ndim == 1 and x.is_floating_point()
+        if B is None or vector or not x.ndim or not output.ndim:
+            return None
+        if is_plain(x, output, B) and not (x.ndim == 1 and has_axis(run, B)):
+            return EXAMPLES
+        if x.shape[0] == output.shape[0] == 1 and B not in x.shape:
+            return SHARED
+        if B > 1 and layer.path not in self.layouts:
+            self._ask(run)
+        layout = moved(x, x, 1) if B == 1 else self.layouts.get(layer.path)
+        if layout is SHARED and not (x.shape[0] == output.shape[0] == 1 or x.ndim == 1 and output.ndim == 2):
+            return None
+        return layout if layout is not None and layout.fits(x.shape, B) else None
+
+    def _layouts(self, layer: Layer, run: Pass, tensors: Sequence[Tensor]) -> list[Layout | None]:
+        """Where the examples lie in all tensors of a module that will be recomputed: the model is always asked."""
+        keys = [_numbered(layer, i) for i in range(len(tensors))]
+        if run.rows is None or run.segments is not None:
+            return [None for _ in tensors]
+        if run.rows == 1:
+            return [moved(x, x, 1) if 1 in x.shape[:2] else SHARED for x in tensors]
+        if any(key not in self.layouts for key in keys):
+            self._ask(run)
+        return [self.layouts.get(key) for key in keys]
+
+    def _ask(self, run: Pass) -> None:
+        """Run the model as it is and on reordered examples, to learn the layouts of all layers."""
+        again, run.again = run.again, None
+        if again is None or run.rows is None:
+            return
+        seen: list[list[tuple[str, Tensor]]] = []
+        try:
+            for reorder in (False, True):
+                self._asking = []
+                with self.paused(), evaluated(self.model), torch.no_grad():
+                    again(reorder)
+                seen.append(self._asking)
+        finally:
+            self._asking = None
+        self.layouts.update(compared(seen[0], seen[1], run.rows))
+
+    def _ready(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a tapped layer runs: find the nodes that add to the `.grad` of its trained parameters.
 
         Not after it: sharded training holds the parameter that autograd sees in the module only while the layer runs.
         """
-        if self._own is not None or not self.listening or not torch.is_grad_enabled():
+        if not self.listening or not torch.is_grad_enabled():
             return
-        own = {a: getattr(module, a) for a in self._names[path]}
+        if layer.rule is None and module.training:
+            self._random[layer.path] = torch.get_rng_state()
+        if self._own is not None:
+            return
+        own = {a: parameter(module, a) for a in self._names[_key(layer)]}
         trained = {a: p for a, p in own.items() if isinstance(p, nn.Parameter) and p.requires_grad}
-        self._accumulators[path] = {
+        self._accumulators[_key(layer)] = {
             a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()
         }
 
     # Backward: gradients arrive, groups are delivered, and the end of the backward finishes its passes.
 
-    def arrive(self, run: Pass, call: Call, ctx: FunctionCtx, g: Tensor) -> None:
-        """The gradient of a call's output; called by its tap."""
+    def arrive(self, run: Pass, call: Call, ctx: FunctionCtx, grads: Sequence[Tensor]) -> None:
+        """The gradients of a call's outputs; called by its tap."""
         names = self._counted(run, call)
         if not names:
             return
@@ -230,11 +351,10 @@ class Tape:
         if call.arrived:
             raise RuntimeError(f"capture: layer '{call.path}' received two gradients for one call.")
         with torch.no_grad():
-            x = saved_input(ctx, call.path)
+            saved = saved_inputs(ctx, call.path)
             with self.paused():
-                leaves = call.rule.factorize(call.module, x, g)
-            key = call.input_key if call.rule.shares_input else None
-            call.piece = Piece(call.index, names, leaves, key, call.module is self._head)
+                leaves = call.leaves(saved, grads)
+            call.piece = Piece(call.index, names, leaves, call.input_key, call.head)
             call.arrived = True
             if run.complete and not run.silent:
                 self._emit_group(run, run.group_of(call))
@@ -280,7 +400,8 @@ class Tape:
             return {}
         if self._own is not None:
             return dict(call.names) if run is self._own and self._running else {}
-        return {a: n for a, n in call.names.items() if _accumulates(call.accumulators[a])}
+        kept = {a: n for a, n in call.names.items() if n not in self._dropped}
+        return {a: n for a, n in kept.items() if _accumulates(call.accumulators[a])}
 
     def _emit_group(self, run: Pass, group: list[Call], *, partial: bool = False) -> None:
         pieces = [call.piece for call in group if call.piece is not None]
@@ -307,6 +428,61 @@ class Tape:
         for run in self._running:
             run.reset()
         self._running = []
+
+
+def _key(layer: Layer) -> str:
+    return layer.path if layer.rule is not None else f"{layer.path} (recomputed)"
+
+
+def _numbered(layer: Layer, index: int) -> str:
+    return f"{_key(layer)} {index}"
+
+
+def _placeable(
+    layer: Layer, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
+) -> list[tuple[str, Tensor]]:
+    """The tensors of a call by which the model tells where its examples lie."""
+    if layer.rule is not None:
+        first = rule_inputs(layer.rule, module, args, kwargs)[0]
+        return [] if first is None else [(layer.path, first.detach())]
+    tensors = recompute_tensors(args, kwargs, output)
+    return [(_numbered(layer, i), x.detach()) for i, x in enumerate(tensors)]
+
+
+def _again(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
+) -> object:
+    args, kwargs = permuted((args, kwargs), rows) if reorder else (args, kwargs)
+    return module(*args, **kwargs)
+
+
+def _unclear(layer: Layer, x: Tensor, run: Pass) -> str:
+    return (
+        f"capture: layer '{layer.path}' saw an input of shape {tuple(x.shape)} in a batch of {run.rows} examples, and "
+        "its rows do not move with the examples, so these cannot be told apart. Give it a batch axis (positions as "
+        "[1, T]) or exclude the layer."
+    )
+
+
+@contextlib.contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """A model in eval mode, with the random state set aside and nothing compiled, inside the context."""
+    training = [m for m in model.modules() if m.training]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.compiler.set_stance("force_eager"),
+        slow_attention(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
 
 def _in_backward() -> bool:

@@ -19,26 +19,25 @@ if TYPE_CHECKING:
 
 
 class Tap(torch.autograd.Function):
-    """Identity whose backward hands the output gradient and the saved input to the tape."""
+    """Identity on a layer's outputs whose backward hands their gradients and the saved inputs to the tape."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, anchor: Tensor | None, x: Tensor, call: Call, run: Pass, tape: "Tape"
-    ) -> Tensor:
-        """The output itself; `anchor` makes it require a gradient where nothing else does."""
-        ctx.save_for_backward(x)
-        ctx.call, ctx.run, ctx.tape = call, run, tape
-        return output.detach()
+        ctx: Any, call: Call, run: Pass, tape: "Tape", anchor: Tensor | None, saved: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The outputs themselves, which follow the inputs to save; `anchor` makes them require gradients."""
+        ctx.save_for_backward(*tensors[:saved])
+        ctx.call, ctx.run, ctx.tape, ctx.saved = call, run, tape, saved
+        return tuple(x.detach() for x in tensors[saved:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient itself."""
-        (g,) = grads
-        ctx.tape.arrive(ctx.run, ctx.call, ctx, g.detach())
+        """The gradients themselves."""
+        ctx.tape.arrive(ctx.run, ctx.call, ctx, tuple(g.detach() for g in grads))
         if torch.is_grad_enabled():
-            anchor = torch.zeros((), device=g.device, requires_grad=True)
-            g = Twice.apply(g, anchor, ctx.call, ctx.run, ctx.tape)
-        return g, None, None, None, None, None
+            anchor = torch.zeros((), device=grads[0].device, requires_grad=True)
+            grads = tuple(Twice.apply(g, anchor, ctx.call, ctx.run, ctx.tape) for g in grads)
+        return (None,) * (5 + ctx.saved) + grads
 
 
 class Mark(torch.autograd.Function):
@@ -73,14 +72,14 @@ class Twice(torch.autograd.Function):
         return grads[0], None, None, None, None
 
 
-def saved_input(ctx: FunctionCtx, path: str) -> Tensor:
-    """The layer input that a tap saved.
+def saved_inputs(ctx: FunctionCtx, path: str) -> tuple[Tensor, ...]:
+    """The layer inputs that a tap saved.
 
     Raises:
         RuntimeError: If it was changed in place since.
     """
     try:
-        return ctx.saved_tensors[0]  # pyright: ignore[reportAttributeAccessIssue]
+        return ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError as error:
         if "inplace" not in str(error):
             raise

@@ -6,7 +6,7 @@ autograd's gradients of that example alone finds all of these before any number 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,19 @@ from attrax.frontends.rows import for_loss, pick
 
 if TYPE_CHECKING:
     from attrax.frontends.live import Live
+
+
+class Misread(RuntimeError):
+    """Captured gradients of one example that are not those of autograd.
+
+    Attributes:
+        parameters: What is wrong, by parameter.
+    """
+
+    def __init__(self, message: str, parameters: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.parameters = dict(parameters)
+
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 _TRIES = 4
@@ -34,10 +47,13 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
         Whether an example with a gradient was found.
 
     Raises:
-        RuntimeError: Naming the parameters that differ.
+        Misread: Naming the parameters that differ.
+        RuntimeError: If an example's gradients depend on the other examples.
         ValueError: If the loss draws random numbers.
     """
     B = len(batch["example_ids"])
+    if "segment_ids" in batch:
+        return _verify_packed(source, batch)
     for row in range(min(B, _TRIES)):
         single = pick(batch, torch.tensor([row]))
         reference = autograd_gradients(source, single)
@@ -53,6 +69,13 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
     return False
 
 
+def _verify_packed(source: "Live", batch: Mapping[str, Any]) -> bool:
+    """Packed examples cannot be taken out of their batch: the first is compared within it."""
+    reference = autograd_gradients(source, batch, example=0)
+    raise_on(_compared(source, batch, reference)[0])
+    return any(bool(g.any()) for g in reference.values())
+
+
 def _compared(
     source: "Live", batch: Mapping[str, Any], reference: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], torch.dtype]:
@@ -65,25 +88,39 @@ def _compared(
         for parameter, captured in stored(GradTree({name: take(leaf, slice(0, 1))})).items():
             found[parameter] = distance(captured[0], reference.get(parameter))
 
-    source.run(batch, compare, "")
+    source.run(batch, compare, "", apart=False)
     coarsest = max(dtypes, key=lambda d: torch.finfo(d).eps)
     errors = mismatches(found, coarsest)
-    for parameter in reference.keys() - found.keys():
+    for parameter in reference.keys() - found.keys() - source.apart.keys():
         if bool(reference[parameter].any()):
             errors[parameter] = "has a gradient but its layer was never captured"
     return errors, coarsest
 
 
-def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Gradients of the summed loss for the captured parameters, by plain autograd; unused parameters are left out.
+def autograd_gradients(
+    source: "Live", batch: Mapping[str, Any], example: int | None = None, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Gradients of the summed loss, or of one example's, by plain autograd; unused parameters are left out.
+
+    Args:
+        source: The source.
+        batch: A batch.
+        example: The example; all of them if None.
+        names: The parameters; all wanted ones if None.
 
     Raises:
         ValueError: If the loss draws random numbers.
     """
-    named = {n: p for n, p in source.model.named_parameters() if n in source.wanted}
+    wanted = source.wanted if names is None else names
+    named = {n: p for n, p in source.model.named_parameters() if n in wanted}
+
+    def total() -> Tensor:
+        losses = source.loss(source.model, for_loss(batch, source.loss))
+        return losses.sum() if example is None else losses[example]
+
     with _borrowed(source.model, set(source.wanted)), torch.compiler.set_stance("force_eager"):
         before = _random_state(source.model)
-        loss = source.loss(source.model, for_loss(batch, source.loss)).sum()
+        loss = total()
         if any(not torch.equal(a, b) for a, b in zip(before, _random_state(source.model), strict=True)):
             raise ValueError(
                 "live: the loss draws random numbers, so an example has no gradient of its own. Call model.eval(), put "
@@ -96,7 +133,7 @@ def autograd_gradients(source: "Live", batch: Mapping[str, Any]) -> dict[str, Te
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            source.loss(source.model, for_loss(batch, source.loss)).sum().backward()
+            total().backward()
             grads = [p.grad for p in named.values()]
     return {n: g.to_dense() if g.is_sparse else g for n, g in zip(named, grads, strict=True) if g is not None}
 
@@ -153,7 +190,8 @@ def raise_on(errors: Mapping[str, str], *, coupled: bool = False) -> None:
     """Raise if any parameter was wrong; `coupled` if an example alone was right.
 
     Raises:
-        RuntimeError: Naming parameters and causes.
+        Misread: Naming parameters and causes.
+        RuntimeError: Likewise, if `coupled`.
     """
     if not errors:
         return
@@ -166,6 +204,5 @@ def raise_on(errors: Mapping[str, str], *, coupled: bool = False) -> None:
         "layer.forward, a penalty on weights in the loss), or a block under reentrant checkpointing has an input "
         "without gradient. Exclude these layers (exclude=), pass a rule (rules=), or verify=False if you know better."
     )
-    raise RuntimeError(
-        f"capture: the captured gradients of {len(errors)} parameters are not those of autograd:\n{lines}\n{causes}"
-    )
+    text = f"capture: the captured gradients of {len(errors)} parameters are not those of autograd:\n{lines}\n{causes}"
+    raise RuntimeError(text) if coupled else Misread(text, errors)

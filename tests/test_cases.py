@@ -209,7 +209,10 @@ def test_k05_b23_a_layer_called_past_its_hooks():
 
     model, batch = seeded(Direct, 23), points(23, 5)
     with pytest.raises(RuntimeError, match=r"l1.weight: has a gradient but its layer was never captured"):
-        grads_of(attrax.live(model, [batch], CLASSIFY))
+        grads_of(attrax.live(model, [batch], CLASSIFY, strict=True))
+    with pytest.warns(RuntimeWarning, match="l1.bias, l1.weight"):
+        found = grads_of(attrax.live(model, [batch], CLASSIFY))
+    all_same(found, brute(model, CLASSIFY, rows_of(batch)))
     with pytest.raises(RuntimeError, match=r"l1.weight: has a gradient"), attrax.capture(model, loss="sum"):
         CLASSIFY(model, batch).sum().backward()
 

@@ -75,15 +75,6 @@ def test_examples_that_depend_on_each_other(rng):
     refused(seeded(MLP), classes(rng), "depends on the other examples of its batch", contrastive)
 
 
-def test_a_flattened_batch_axis(rng):
-    flattened = lambda m, x: m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])  # noqa: E731
-    model = seeded(lambda: Around(flattened, a=nn.Linear(4, 4), b=nn.Linear(4, 3)))
-    batch = {"x": torch.randn(3, 5, 4, generator=rng).double(), "y": torch.randint(3, (3, 5), generator=rng)}
-    loss = lambda m, b: F.cross_entropy(m(b["x"]).mT, b["y"], reduction="none").sum(1)  # noqa: E731
-    for verify in (True, False):
-        refused(model, batch, r"layer 'a' saw an input of shape .* batch of \d examples", loss, verify=verify)
-
-
 def test_an_input_without_a_batch_axis(rng):
     """A square layer, so that the shapes of a single vector look like those of a batch."""
     model, x = seeded(lambda: nn.Linear(4, 4)), classes(rng)["x"][0]
@@ -91,27 +82,6 @@ def test_an_input_without_a_batch_axis(rng):
         model(x).sum().backward()
     with capture(model, loss="sum"):
         model(x[None]).sum().backward()
-
-
-def test_sequence_first_layers_in_a_square_batch(rng):
-    """As many positions as examples: shapes say nothing, one example alone does."""
-    swapped = lambda m, x: m.b(torch.tanh(m.a(x.transpose(0, 1).contiguous()))).transpose(0, 1)  # noqa: E731
-    model = seeded(lambda: Around(swapped, a=nn.Linear(4, 4), b=nn.Linear(4, 3)))
-    batch = {"x": torch.randn(5, 5, 4, generator=rng).double(), "y": torch.randint(3, (5, 5), generator=rng)}
-    loss = lambda m, b: F.cross_entropy(m(b["x"]).mT, b["y"], reduction="none").sum(1)  # noqa: E731
-    refused(model, batch, "layer 'a' saw an input of shape", loss)
-
-
-def test_positions_without_a_batch_axis(rng):
-    def looked_up(m: Any, ids: Tensor) -> Tensor:
-        return m.out((m.emb(ids) + m.pos(torch.arange(ids.shape[1]))).mean(1))
-
-    model = seeded(
-        lambda: Around(looked_up, emb=nn.Embedding(9, 4), pos=nn.Embedding(9, 4), out=nn.Linear(4, 3))
-    )
-    batch = {"x": torch.randint(9, (4, 4), generator=rng), "y": classes(rng)["y"]}
-    refused(model, batch, r"layer 'pos'.*positions as \[1, T\]")
-    collect(live(model, [batch], CLASSIFY, exclude="pos"))
 
 
 @pytest.mark.parametrize(

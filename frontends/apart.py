@@ -1,0 +1,72 @@
+"""Parameters that cannot be captured at their layers: autograd of one example at a time.
+
+A weight that is used outside the layer that owns it, a table that no example axis reaches (relative positions), a loss
+with a penalty on weights: exact for all of them, at the price of one forward and backward an example.
+"""
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attrax.frontends.rows import pick
+from attrax.frontends.tape import LayoutError
+from attrax.frontends.verify import Misread, autograd_gradients, verify_gradients
+
+if TYPE_CHECKING:
+    from attrax.frontends.live import Live
+
+
+def settle(source: "Live", batch: Mapping[str, Any]) -> bool:
+    """Verify a source on a batch; what its layers get wrong is put apart, with a warning.
+
+    Returns:
+        Whether an example with a gradient was found.
+
+    Raises:
+        RuntimeError: If the source is strict, or nothing helps: an example's gradient depends on other examples.
+    """
+    while source.tapped:
+        try:
+            return verify_gradients(source, batch)
+        except Misread as error:
+            found = dict.fromkeys(error.parameters, "its layer does not account for it")
+            _put_apart(source, found, error)
+        except LayoutError as error:
+            found = dict.fromkeys(error.layer.names.values(), "its layer has no example axis")
+            _put_apart(source, found, error)
+    return True
+
+
+def _put_apart(source: "Live", found: Mapping[str, str], error: RuntimeError) -> None:
+    new = {name: why for name, why in found.items() if name in source.tapped}
+    if source.strict or not new:
+        raise error
+    source.apart.update(new)
+    names = sorted(new)
+    shown = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+    warnings.warn(
+        f"live: {len(names)} parameters ({shown}) are differentiated one example at a time, which is exact but slow: "
+        f"{new[names[0]]}. Exclude them to be fast, or pass strict=True to make this an error.",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+
+
+def gradients_apart(source: "Live", batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Gradients [B, ...] of some parameters, by autograd of each example by itself.
+
+    Examples that share sequences with others (``segment_ids``) are differentiated within their batch.
+    """
+    parameters = {n: p for n, p in source.model.named_parameters() if n in names}
+    rows: list[dict[str, Tensor]] = []
+    for i in range(len(batch["example_ids"])):
+        packed = "segment_ids" in batch
+        single = batch if packed else pick(batch, torch.tensor([i]))
+        rows.append(autograd_gradients(source, single, i if packed else None, names))
+    return {
+        n: torch.stack([row[n] if n in row else torch.zeros_like(p) for row in rows])
+        for n, p in parameters.items()
+    }

@@ -1,0 +1,128 @@
+"""From one call of a layer to its leaves: which tensors are kept, and what is made of them in backward."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from attrax.core import Leaf
+from attrax.core.factorization import Rule
+from attrax.frontends.layout import EXAMPLES, POSITIONS, SHARED, Layout, fold, regrouped, shared
+from attrax.frontends.passes import Pass, bind
+from attrax.frontends.recompute import Moment, Recorded, tapped, without_tensors
+
+Leaves = Callable[[Sequence[Tensor], Sequence[Tensor]], Mapping[str, Leaf]]
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a call's tap keeps and does.
+
+    Attributes:
+        saved: Tensors to keep until backward.
+        outputs: Outputs to tap.
+        leaves: ``(saved, output gradients) -> leaves by attribute``, of the examples of the pass.
+    """
+
+    saved: list[Tensor]
+    outputs: list[Tensor]
+    leaves: Leaves
+
+
+def rule_inputs(
+    rule: Rule, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor | None, ...]:
+    """The tensors of a call that its rule takes; None for arguments left out."""
+    if rule.inputs:
+        found = bind(module, args, kwargs)
+        return tuple(x if isinstance(x := found.get(name), Tensor) else None for name in rule.inputs)
+    first = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+    return (first if isinstance(first, Tensor) else None,)
+
+
+def rule_form(
+    rule: Rule, module: nn.Module, inputs: Sequence[Tensor | None], output: Tensor, layout: Layout, run: Pass
+) -> Form:
+    """The form of a call of a layer with a rule."""
+    rows = run.rows or 0
+    own = [None if x is None else x.detach() for x in inputs]
+    if layout is SHARED:
+        own = [None if x is None else shared(x, rows) for x in own]
+        output = shared(output, rows)
+    kept = tuple(x is not None for x in own)
+    lead = own[0].shape[0] if own[0] is not None else output.shape[0]
+    make = partial(_ruled, rule, module, layout, run, kept, lead)
+    return Form([x for x in own if x is not None], [output], make)
+
+
+def _ruled(
+    rule: Rule,
+    module: nn.Module,
+    layout: Layout,
+    run: Pass,
+    kept: tuple[bool, ...],
+    lead: int,
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> dict[str, Leaf]:
+    rows = run.rows or 0
+    following = iter(saved)
+    units = [_units(next(following), layout, rows, lead, rule) if given else None for given in kept]
+    g = _units(grads[0], layout, rows, lead, rule)
+    x: Any = tuple(units) if rule.inputs else units[0]
+    leaves = {name: fold(leaf, rows) for name, leaf in rule.factorize(module, x, g).items()}
+    return {name: in_examples(leaf, run) for name, leaf in leaves.items()}
+
+
+def _units(x: Tensor, layout: Layout, rows: int, lead: int, rule: Rule) -> Tensor:
+    """Examples first; further axes that examples were flattened with become rows where the rule takes rows."""
+    if layout in (EXAMPLES, SHARED) or x.shape[0] != lead:
+        return x
+    x = layout.units(x, rows)
+    return x.unflatten(0, (rows, -1)) if rule.rows and x.shape[0] != rows else x
+
+
+def in_examples(leaf: Leaf, run: Pass) -> Leaf:
+    """A leaf of the rows of a pass as a leaf of its examples."""
+    return leaf if run.segments is None else regrouped(leaf, run.segments, run.count)
+
+
+def recompute_form(
+    module: nn.Module,
+    names: tuple[str, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    moment: Moment,
+    layouts: Sequence[Layout | None],
+    rows: int,
+) -> Form | None:
+    """The form of a call of a module without a rule; None if its inputs or outputs have no example axis.
+
+    Args:
+        module: The module.
+        names: Its parameters to differentiate, by attribute path.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+        output: What it returned.
+        moment: The state around the call.
+        layouts: Layout of every input tensor, then of every output tensor that carries gradients.
+        rows: Number of examples B.
+    """
+    outputs = tapped(output)
+    arguments, tensors = without_tensors((tuple(args), dict(kwargs)))
+    axes = tuple({EXAMPLES: 0, POSITIONS: 1}.get(x) if x is not None else None for x in layouts)
+    readable = all(layout in (EXAMPLES, POSITIONS, SHARED) for layout in layouts)
+    made = axes[len(tensors) :]
+    if not readable or not made or None in made or all(axis is None for axis in axes[: len(tensors)]):
+        return None
+    return Form(
+        [x.detach() for x in tensors], outputs, Recorded(module, names, arguments, moment, axes, rows).leaves
+    )
+
+
+def recompute_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> list[Tensor]:
+    """The tensors of a call whose examples have to be placed: all inputs, then the outputs that carry gradients."""
+    return [*without_tensors((tuple(args), dict(kwargs)))[1], *tapped(output)]

@@ -1,0 +1,172 @@
+"""Where the examples lie in a layer's tensors.
+
+Most layers keep examples along the first axis.  Others see ``[B T, N]`` (batch and time flattened), ``[T, B, N]``
+(sequence first), or something that all examples share.  Shapes alone cannot always tell: a layer whose input is not
+plainly ``[B, ...]`` is asked once, by running the model on the same examples in another order and seeing which way its
+rows moved.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from attrax.core import Leaf
+from attrax.core.leaves import Materialized, Sum
+from attrax.core.pytree import tree_map
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way examples can lie along the leading axes of a tensor.
+
+    Attributes:
+        name: What the axes are.
+        fits: Whether a shape can be laid out so, for B examples.
+        units: The tensor as [B F, ...], the F units of an example next to each other.
+    """
+
+    name: str
+    fits: Callable[[torch.Size, int], bool]
+    units: Callable[[Tensor, int], Tensor]
+
+
+def _interleaved(x: Tensor, B: int) -> Tensor:
+    return x.unflatten(0, (-1, B)).transpose(0, 1).flatten(0, 1)
+
+
+EXAMPLES = Layout("[B, ...]", lambda shape, B: shape[0] == B, lambda x, B: x)
+FLAT = Layout("[B T, ...]", lambda shape, B: B > 0 and shape[0] % B == 0, lambda x, B: x)
+POSITIONS = Layout(
+    "[T, B, ...]", lambda shape, B: len(shape) > 1 and shape[1] == B, lambda x, B: x.transpose(0, 1)
+)
+FLAT_POSITIONS = Layout("[T B, ...]", FLAT.fits, _interleaved)
+SHARED = Layout("[1, ...] or [T], shared", lambda shape, B: shape[0] == 1 or len(shape) == 1, lambda x, B: x)
+LAYOUTS = (EXAMPLES, POSITIONS, FLAT, FLAT_POSITIONS)
+
+
+def is_plain(x: Tensor, output: Tensor, B: int) -> bool:
+    """Whether the first axis can only be the example axis."""
+    inner = x.shape[1:] if not x.is_floating_point() else x.shape[1:-1]
+    return x.shape[0] == output.shape[0] == B and B not in inner
+
+
+def shared(x: Tensor, B: int) -> Tensor:
+    """What all examples share, [1, ...] or [T, ...], once for each: [B, ...]."""
+    return x.expand(B, *x.shape[1:]) if x.shape[0] == 1 else x.expand(B, *x.shape)
+
+
+def fold(leaf: Leaf, B: int) -> Leaf:
+    """A leaf of B F units as one of B examples: the rows of an example's units one after the other."""
+    if isinstance(leaf, Sum):
+        return replace(leaf, uses=tuple(fold(use, B) for use in leaf.uses))
+    if isinstance(leaf, Materialized):
+        return leaf if leaf.w.shape[0] == B else replace(leaf, w=leaf.w.unflatten(0, (B, -1)).sum(1))
+    return leaf if leaf.g.shape[0] == B else tree_map(lambda x: _joined(x, leaf.g.ndim, B), leaf)
+
+
+def _joined(x: Tensor, ndim: int, B: int) -> Tensor:
+    x = x.unflatten(0, (B, -1))
+    return x.flatten(1, 2) if ndim == 3 else x.transpose(1, 2).flatten(2, 3)
+
+
+def moved(before: Tensor, after: Tensor, B: int) -> Layout | None:
+    """The layout under which `after` is `before` with its examples in the order of `reordered`; None if none is.
+
+    A tensor that did not change is shared, unless its first axis has the examples' length and rows that are alike.
+    """
+    if before.shape != after.shape:
+        return None
+    if not before.ndim:
+        return SHARED if _alike(before, after) else None
+    order = reordered(B)
+    for layout in LAYOUTS:
+        if not layout.fits(before.shape, B):
+            continue
+        x, y = (layout.units(v, B).unflatten(0, (B, -1)) for v in (before, after))
+        if _alike(x[order], y):
+            return layout
+    return SHARED if _alike(before, after) else None
+
+
+def reordered(B: int) -> Tensor:
+    """The other order of the examples: each takes the place of the one before it."""
+    return torch.arange(B).roll(-1)
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    near = 64 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+    scale = x[x.isfinite()].abs().max() if bool(x.isfinite().any()) else x.new_zeros(())
+    return bool(((x == y) | ((x - y).abs() <= near * scale)).all())
+
+
+def compared(
+    before: Iterable[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]], B: int
+) -> dict[str, Layout]:
+    """The layout of every layer that two runs of the model called alike, by path."""
+    first, second = list(before), list(after)
+    if [path for path, _ in first] != [path for path, _ in second]:
+        return {}
+    found: dict[str, set[Layout | None]] = {}
+    for (path, x), (_, y) in zip(first, second, strict=True):
+        found.setdefault(path, set()).add(moved(x, y, B))
+    return {p: layout for p, kinds in found.items() if len(kinds) == 1 and (layout := next(iter(kinds)))}
+
+
+def permuted(values: T, B: int) -> T:
+    """Every tensor in nested arguments whose first axis is the examples', with its examples reordered."""
+    order = reordered(B)
+    return tree_map(
+        lambda x: x[order.to(x.device)] if isinstance(x, Tensor) and x.ndim and x.shape[0] == B else x, values
+    )
+
+
+def regrouped(leaf: Leaf, segments: Tensor, examples: int) -> Leaf:
+    """Rows of packed sequences as rows of examples.
+
+    Args:
+        leaf: Leaf of R sequences of T positions (or a multiple of T rows, position by position).
+        segments: [R, T] index of the example each position belongs to, -1 for none.
+        examples: Number of examples E.
+
+    Returns:
+        The leaf of E examples, with as many rows as the longest needs.
+
+    Raises:
+        ValueError: If the leaf has no rows, or not one (or more) for every position.
+    """
+    if isinstance(leaf, Sum):
+        return replace(leaf, uses=tuple(regrouped(use, segments, examples) for use in leaf.uses))
+    name, T = leaf.parts[0].weight, segments.shape[1]
+    rows = 0 if isinstance(leaf, Materialized) or leaf.g.ndim != 3 else leaf.g.shape[1]
+    if isinstance(leaf, Materialized) or not rows or rows % T:
+        raise ValueError(
+            f"capture: leaf '{name}' has {rows or 'no'} rows for packed sequences of {T} positions, so they cannot be "
+            "given to the examples. Exclude the layer, or do not pack."
+        )
+    index, valid = _places(segments, examples)
+
+    def gathered(x: Tensor) -> Tensor:
+        each = x.unflatten(1, (T, rows // T)).flatten(0, 1)[index]
+        return (each * valid.reshape(*valid.shape, *[1] * (each.ndim - 2)).to(each.dtype)).flatten(1, 2)
+
+    return tree_map(gathered, leaf)
+
+
+def _places(segments: Tensor, examples: int) -> tuple[Tensor, Tensor]:
+    """[E, L] index into the R T positions of each example's rows, and which of them it has."""
+    flat = segments.flatten()
+    order = flat.argsort(stable=True)
+    order = order[int((flat < 0).sum()) :]
+    counts = torch.bincount(flat[order], minlength=examples)
+    column = torch.arange(len(order), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    index = order.new_zeros(examples, int(counts.max()) if len(counts) else 0)
+    valid = torch.zeros_like(index, dtype=torch.bool)
+    index[flat[order], column], valid[flat[order], column] = order, True
+    return index, valid
