@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import pick
-from attrax.frontends.tape import LayoutError
 from attrax.frontends.verify import Misread, autograd_gradients, verify_gradients
 
 if TYPE_CHECKING:

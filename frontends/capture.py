@@ -25,10 +25,11 @@ from attrax.frontends.coverage import Coverage, Selection, Selector, select, wit
 from attrax.frontends.modes import check_compiled, check_coupled
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
+from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums
-from attrax.frontends.tape import LayoutError, Tape
+from attrax.frontends.tape import Tape
 
 Sink = Callable[[Block], object]
 Ids = Callable[[Mapping[str, Any]], Sequence[str]]

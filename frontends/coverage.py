@@ -98,6 +98,11 @@ class Layer:
     rule: Rule | None
     names: Mapping[str, str]
 
+    @property
+    def key(self) -> str:
+        """Tells it from the same module's layer of the other kind."""
+        return self.path if self.rule is not None else f"{self.path} (recomputed)"
+
 
 @dataclass(frozen=True)
 class Selection:

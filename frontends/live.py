@@ -20,7 +20,7 @@ from attrax.core.source import Visit
 from attrax.frontends.apart import gradients_apart, settle
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
-from attrax.frontends.layout import Layout, reordered
+from attrax.frontends.layout import Layout, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode, check_selection
 from attrax.frontends.passes import Pass, flatten
@@ -136,8 +136,8 @@ class Live:
         tape = Tape(self.model, self.selection.layers, deliver, layouts=self.layouts)
 
         def again(reorder: bool) -> Tensor:
-            order = reordered(B) if reorder and segments is None else torch.arange(B)
-            return self.loss(self.model, for_loss(pick(batch, order), self.loss))
+            changed = pick(batch, reordered(B)) if segments is None else permuted(batch, rows)
+            return self.loss(self.model, for_loss(changed if reorder else batch, self.loss))
 
         with running(self.model, tape, self.tapped):
             with tape.spanning(rows, flatten(batch), again, segments, B):

@@ -7,7 +7,6 @@ penalties, Hessian products) delivers nothing.  A live source runs its own backw
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,24 +19,12 @@ from torch.autograd.function import FunctionCtx
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.coverage import Layer
-from attrax.frontends.forms import Form, recompute_form, recompute_tensors, rule_form, rule_inputs
 from attrax.frontends.hooks import hook
-from attrax.frontends.layout import EXAMPLES, SHARED, Layout, compared, is_plain, moved, permuted
-from attrax.frontends.passes import Call, Pass, flatten, has_axis, input_key, open_pass
-from attrax.frontends.recompute import Moment, parameter, slow_attention, with_tapped
+from attrax.frontends.layout import Layout, permuted
+from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
+from attrax.frontends.placing import LayoutError, Placing
+from attrax.frontends.recompute import parameter, with_tapped
 from attrax.frontends.taps import Mark, Tap, origins, saved_inputs
-
-
-class LayoutError(RuntimeError):
-    """A layer's examples cannot be told apart.
-
-    Attributes:
-        layer: The layer.
-    """
-
-    def __init__(self, layer: Layer, message: str) -> None:
-        super().__init__(message)
-        self.layer = layer
 
 
 @dataclass(eq=False)
@@ -74,7 +61,7 @@ class Tape:
         self._accumulators: dict[str, dict[str, torch.autograd.graph.Node]] = {}
         self._random: dict[str, Tensor] = {}
         self._dropped: set[str] = set()
-        self._asking: list[tuple[str, Tensor]] | None = None
+        self._placing = Placing(self.model, self.layouts, self.paused)
         self._head = _output_head(self.model)
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -94,7 +81,7 @@ class Tape:
         if self._handles:
             raise RuntimeError("capture: this capture is already running; leave it before entering it again.")
         for layer in self.layers:
-            self._names[_key(layer)] = {a: n for a, n in layer.names.items() if n in wanted}
+            self._names[layer.key] = {a: n for a, n in layer.names.items() if n in wanted}
         self._depth, self._current, self._running, self._accumulators = 0, None, [], {}
         try:
             for module in self.model.modules():
@@ -204,8 +191,7 @@ class Tape:
     def _tap(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self._asking is not None:
-            self._asking += _placeable(layer, module, args, kwargs, output)
+        if self._placing.noted(layer, args, kwargs, output):
             return None
         run = self._current
         if not self.listening or run is None or run.rows == 0:
@@ -214,16 +200,16 @@ class Tape:
         if not torch.is_grad_enabled():
             run.silent = True
             return None
-        accumulators = self._accumulators.pop(_key(layer), {})
+        accumulators = self._accumulators.pop(layer.key, {})
         random = self._random.pop(layer.path, None)
         random = None if random is not None and torch.equal(random, torch.get_rng_state()) else random
-        names = self._names[_key(layer)]
+        names = self._names[layer.key]
         names = names if self._own is not None else {a: n for a, n in names.items() if a in accumulators}
         names = {a: n for a, n in names.items() if n not in self._dropped}
         if not names:
             return None
         try:
-            form = self._formed(layer, run, args, kwargs, output, tuple(names), random)
+            form = self._placing.form(layer, run, args, kwargs, output, tuple(names), random)
         except LayoutError as error:
             if self.unplaced is None:
                 raise
@@ -239,90 +225,6 @@ class Tape:
         outputs = Tap.apply(call, run, self, anchor, len(form.saved), *form.saved, *form.outputs)
         return with_tapped(output, outputs)
 
-    def _formed(
-        self,
-        layer: Layer,
-        run: Pass,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        output: Any,
-        names: tuple[str, ...],
-        random: Tensor | None,
-    ) -> Form:
-        module, rule = layer.module, layer.rule
-        if rule is None:
-            layouts = self._layouts(layer, run, recompute_tensors(args, kwargs, output))
-            moment = Moment.of(module, random)
-            form = recompute_form(module, names, args, kwargs, output, moment, layouts, run.rows or 0)
-            return self._placed(layer, run, form, output)
-        inputs = rule_inputs(rule, module, args, kwargs)
-        if inputs[0] is None or not isinstance(output, Tensor):
-            raise RuntimeError(
-                f"capture: layer '{layer.path}' ({type(module).__name__}) was called with "
-                f"{type(args[0] if args else None).__name__} and returned {type(output).__name__}; its rule "
-                f"'{rule.name}' needs tensors in and one out. Exclude it or pass rules= with a rule for it."
-            )
-        run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
-        layout = self._layout(layer, run, output if rule.inputs else inputs[0], output)
-        if layout is None:
-            raise LayoutError(layer, _unclear(layer, inputs[0], run))
-        return rule_form(rule, module, inputs, output, layout, run)
-
-    def _placed(self, layer: Layer, run: Pass, form: Form | None, output: Any) -> Form:
-        if form is None:
-            shapes = [tuple(x.shape) for x in flatten((output,)).values() if isinstance(x, Tensor)]
-            raise LayoutError(
-                layer,
-                f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and returned tensors of "
-                f"shapes {shapes} for {run.rows} examples, none of whose axes is the example axis. Exclude it, give "
-                "its output a batch axis, or pass rules= with a rule for it.",
-            )
-        return form
-
-    def _layout(self, layer: Layer, run: Pass, x: Tensor, output: Tensor) -> Layout | None:
-        """Where the examples lie in a call; the model is asked where shapes leave a doubt."""
-        B = run.rows
-        vector = x.ndim == 1 and x.is_floating_point()
-        if B is None or vector or not x.ndim or not output.ndim:
-            return None
-        if is_plain(x, output, B) and not (x.ndim == 1 and has_axis(run, B)):
-            return EXAMPLES
-        if x.shape[0] == output.shape[0] == 1 and B not in x.shape:
-            return SHARED
-        if B > 1 and layer.path not in self.layouts:
-            self._ask(run)
-        layout = moved(x, x, 1) if B == 1 else self.layouts.get(layer.path)
-        if layout is SHARED and not (x.shape[0] == output.shape[0] == 1 or x.ndim == 1 and output.ndim == 2):
-            return None
-        return layout if layout is not None and layout.fits(x.shape, B) else None
-
-    def _layouts(self, layer: Layer, run: Pass, tensors: Sequence[Tensor]) -> list[Layout | None]:
-        """Where the examples lie in all tensors of a module that will be recomputed: the model is always asked."""
-        keys = [_numbered(layer, i) for i in range(len(tensors))]
-        if run.rows is None or run.segments is not None:
-            return [None for _ in tensors]
-        if run.rows == 1:
-            return [moved(x, x, 1) if 1 in x.shape[:2] else SHARED for x in tensors]
-        if any(key not in self.layouts for key in keys):
-            self._ask(run)
-        return [self.layouts.get(key) for key in keys]
-
-    def _ask(self, run: Pass) -> None:
-        """Run the model as it is and on reordered examples, to learn the layouts of all layers."""
-        again, run.again = run.again, None
-        if again is None or run.rows is None:
-            return
-        seen: list[list[tuple[str, Tensor]]] = []
-        try:
-            for reorder in (False, True):
-                self._asking = []
-                with self.paused(), evaluated(self.model), torch.no_grad():
-                    again(reorder)
-                seen.append(self._asking)
-        finally:
-            self._asking = None
-        self.layouts.update(compared(seen[0], seen[1], run.rows))
-
     def _ready(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a tapped layer runs: find the nodes that add to the `.grad` of its trained parameters.
 
@@ -334,9 +236,9 @@ class Tape:
             self._random[layer.path] = torch.get_rng_state()
         if self._own is not None:
             return
-        own = {a: parameter(module, a) for a in self._names[_key(layer)]}
+        own = {a: parameter(module, a) for a in self._names[layer.key]}
         trained = {a: p for a, p in own.items() if isinstance(p, nn.Parameter) and p.requires_grad}
-        self._accumulators[_key(layer)] = {
+        self._accumulators[layer.key] = {
             a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()
         }
 
@@ -430,59 +332,11 @@ class Tape:
         self._running = []
 
 
-def _key(layer: Layer) -> str:
-    return layer.path if layer.rule is not None else f"{layer.path} (recomputed)"
-
-
-def _numbered(layer: Layer, index: int) -> str:
-    return f"{_key(layer)} {index}"
-
-
-def _placeable(
-    layer: Layer, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
-) -> list[tuple[str, Tensor]]:
-    """The tensors of a call by which the model tells where its examples lie."""
-    if layer.rule is not None:
-        first = rule_inputs(layer.rule, module, args, kwargs)[0]
-        return [] if first is None else [(layer.path, first.detach())]
-    tensors = recompute_tensors(args, kwargs, output)
-    return [(_numbered(layer, i), x.detach()) for i, x in enumerate(tensors)]
-
-
 def _again(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
 ) -> object:
     args, kwargs = permuted((args, kwargs), rows) if reorder else (args, kwargs)
     return module(*args, **kwargs)
-
-
-def _unclear(layer: Layer, x: Tensor, run: Pass) -> str:
-    return (
-        f"capture: layer '{layer.path}' saw an input of shape {tuple(x.shape)} in a batch of {run.rows} examples, and "
-        "its rows do not move with the examples, so these cannot be told apart. Give it a batch axis (positions as "
-        "[1, T]) or exclude the layer."
-    )
-
-
-@contextlib.contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """A model in eval mode, with the random state set aside and nothing compiled, inside the context."""
-    training = [m for m in model.modules() if m.training]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with (
-        torch.random.fork_rng(devices=devices),
-        torch.compiler.set_stance("force_eager"),
-        slow_attention(),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            for module in training:
-                module.training = False
-            yield
-        finally:
-            for module in training:
-                module.training = True
 
 
 def _in_backward() -> bool:
