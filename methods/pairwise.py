@@ -17,6 +17,7 @@ from attrax.core import (
     Diagonal,
     Examples,
     Factorized,
+    Grouped,
     Hardware,
     Leaf,
     Lookup,
@@ -128,6 +129,8 @@ def _dense_bytes(leaf: Leaf) -> int:
             return leaf.w.numel() * leaf.w.element_size()
         case Factorized():
             columns = leaf.a.shape[-1] + leaf.bias
+        case Grouped():
+            columns = leaf.a.shape[-1]
         case Lookup():
             columns = leaf.g.shape[-1]
         case Diagonal():

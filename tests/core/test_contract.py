@@ -52,12 +52,14 @@ def test_every_route_and_budget_gives_the_same_gram(kind, route):
             assert_same(sq_norms_leaf(x, **forced), n)
 
 
-@pytest.mark.parametrize("kind", ["linear_bias", "stacked", "embedding", "norm", "bias", "built_matrix"])
+@pytest.mark.parametrize(
+    "kind", ["linear_bias", "stacked", "embedding", "norm", "bias", "built_matrix", "groups"]
+)
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_and_budget_gives_the_same_metric_gram(kind, route):
     x, y = SMALL.pair(KINDS[kind])
     m = metric_for(x)
-    S = torch.einsum("boi,qoi->bq", gradient(x) * m, gradient(y))
+    S = torch.einsum("boi,qoi->bq", gradient(x) * m.reshape(gradient(x).shape[1:]), gradient(y))
     with unchecked():
         for memory in (2**30, 600):
             assert_same(gram_leaf(x, y, metric=m, route=route, hardware=budget(memory)), S)

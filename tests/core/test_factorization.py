@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from attrax.core import Factorized, GradTree, Leaf, stored
-from attrax.core.factorization import RULES, Rule, find_rule, linear, scaled_embedding
+from attrax.core.factorization import RULES, Rule, find_rule
+from attrax.core.layers.embedding import scaled_embedding
+from attrax.core.layers.linear import linear
 
 from .dense import assert_same
 from .toys import generator, normal
