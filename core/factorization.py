@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from attrax.core.layers import convolution as _convolution
+from attrax.core.layers import elementwise as _elementwise
 from attrax.core.layers import embedding as _embedding
+from attrax.core.layers import experts as _experts
 from attrax.core.layers import linear as _linear
 from attrax.core.layers import norm as _norm
 from attrax.core.layers import rule as _rule
@@ -17,7 +20,14 @@ from attrax.core.layers.linear import linear as linear
 from attrax.core.layers.rule import Factorize as Factorize
 from attrax.core.layers.rule import Rule as Rule
 
-RULES: tuple[Rule, ...] = (*_linear.RULES, *_embedding.RULES, *_norm.RULES)
+RULES: tuple[Rule, ...] = (
+    *_linear.RULES,
+    *_convolution.RULES,
+    *_embedding.RULES,
+    *_norm.RULES,
+    *_elementwise.RULES,
+    *_experts.RULES,
+)
 
 
 def find_rule(module: nn.Module, rules: Sequence[Rule] = RULES) -> Rule | None:

@@ -57,23 +57,27 @@ def find_rule(module: nn.Module, rules: Sequence[Rule]) -> Rule | None:
     return None
 
 
-def overrides(module: nn.Module, base: type[nn.Module], *methods: str) -> str | None:
-    """Why a subclass may compute something else than the layer it derives from, or None.
+def overrides(base: type[nn.Module], *methods: str) -> Callable[[nn.Module], str | None]:
+    """A `refuse` that says why a subclass of `base` may compute something else than `base` does.
 
     >>> class Clipped(nn.Conv1d):
     ...     def forward(self, input):
     ...         return super().forward(input).clamp(0)
-    >>> overrides(Clipped(1, 1, 1), nn.Conv1d, "forward")
-    "Clipped overrides Conv1d.forward; if the parameter's gradient is still that of Conv1d, pass a rule for it"
+    >>> overrides(nn.Conv1d, "forward")(Clipped(1, 1, 1))
+    "Clipped overrides Conv1d.forward; pass a rule for it if its parameters' gradients are still those of Conv1d"
     """
-    for method in methods:
-        if getattr(type(module), method) is not getattr(base, method):
-            mine, its = type(module).__name__, base.__name__
-            return (
-                f"{mine} overrides {its}.{method}; if the parameter's gradient is still that of {its}, "
-                "pass a rule for it"
-            )
-    return None
+
+    def reason(module: nn.Module) -> str | None:
+        for method in methods:
+            if getattr(type(module), method) is not getattr(base, method):
+                mine, its = type(module).__name__, base.__name__
+                return (
+                    f"{mine} overrides {its}.{method}; pass a rule for it if its parameters' gradients are still "
+                    f"those of {its}"
+                )
+        return None
+
+    return reason
 
 
 def own(module: nn.Module, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:

@@ -152,7 +152,7 @@ def test_rules_are_those_of_the_nearest_class():
     assert rule_for(nn.MultiheadAttention(4, 2).out_proj).name == "Linear (in MultiheadAttention)"
     own = Rule("Mine", "Mine", linear)
     assert find_rule(Mine(2, 3), (own, *RULES)) is own
-    assert find_rule(nn.Conv2d(1, 1, 1)) is None and find_rule(nn.ReLU()) is None
+    assert find_rule(nn.LSTM(1, 1)) is None and find_rule(nn.ReLU()) is None
 
 
 def test_a_transposed_layer_holds_a_matrix():
