@@ -10,7 +10,7 @@ summed over leaves.  Results are in float32 or better.  Any route of `contract` 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch import Tensor
 from attrax.core.algebra import wide
 from attrax.core.contract import CPU, Hardware, Plan, Route, plan_contraction, problem
 from attrax.core.execute import execute
-from attrax.core.kernels import Operand
+from attrax.core.kernels import OneHot, Operand, in_common
 from attrax.core.leaves import Grouped, Leaf, Materialized, Sum, batch_size, dtype_of
 from attrax.core.terms import Term, rename, terms
 from attrax.core.tree import GradTree
@@ -74,8 +74,19 @@ def _pairs(
     pairs: list[tuple[Term, Term, str, bool]] = []
     for i, u in enumerate(left):
         extra = () if metric is None else (Operand("uoi"[3 - metric.ndim :], metric.to(dtype)),)
-        pairs += [((*u, *extra), rename(v, letters), output, twins and i == j) for j, v in enumerate(right)]
+        for j, v in enumerate(right):
+            ours, theirs = (u, v) if extra else _few_ids(u, v, paired="q" not in output)
+            pairs.append(((*ours, *extra), rename(theirs, letters), output, twins and i == j))
     return pairs
+
+
+def _few_ids(u: Term, v: Term, *, paired: bool) -> tuple[Term, Term]:
+    """Two embedding terms over the ids they hold: no step then makes anything as long as the vocabulary."""
+    x, y = u[0].data, v[0].data
+    if not (isinstance(x, OneHot) and isinstance(y, OneHot)):
+        return u, v
+    x, y = in_common(x, y, paired=paired)
+    return (replace(u[0], data=x), *u[1:]), (replace(v[0], data=y), *v[1:])
 
 
 def _contract_pairs(

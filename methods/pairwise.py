@@ -98,8 +98,8 @@ def _scorer(
     def prepare(name: str, leaf: Leaf) -> Leaf:
         nonlocal spent
         query = queries.grads[name]
-        if isinstance(query, Materialized):
-            return query
+        if isinstance(query, Materialized | Lookup):
+            return query  # a vocabulary is longer than what a block holds of it
         routes = {plan.route for plan in plan_leaf(name, leaf, query, hardware=hardware, reuse=_MANY)}
         if routes & {"materialize", "mixed"}:
             size = _dense_bytes(query)
