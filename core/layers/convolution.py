@@ -6,7 +6,6 @@ its rows are input locations, and windows are taken of the output gradient.  Gro
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from math import prod
 
 from torch import Tensor, nn
@@ -46,17 +45,7 @@ def transposed_convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str,
     """
     assert isinstance(module, ConvTransposeNd)
     _batched(module, x)
-    sides = zip(
-        x.shape[2:],
-        g.shape[2:],
-        module.kernel_size,
-        module.stride,
-        module.dilation,
-        module.padding,
-        strict=True,
-    )
-    margins = [(p, s * (n - 1) + d * (k - 1) + 1 - p - length) for n, length, k, s, d, p in sides]  # type: ignore
-    padded = functional.pad(g, list(chain.from_iterable(reversed(margins))))
+    padded = functional.pad(g, _margins(module, x.shape[2:], g.shape[2:]))
     patches = _patches(padded, module.groups, module.kernel_size, module.stride, module.dilation, x.shape[2:])
     weight = _leaf(_places(x, module.groups), patches, tuple(module.weight.shape), transposed=True)
     shift = Materialized(g.sum(list(range(2, g.ndim))), (Part("bias", g.shape[1]),))
@@ -80,6 +69,17 @@ def _padding(module: ConvNd) -> list[int]:
         totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         return [margin for total in reversed(totals) for margin in (total // 2, total - total // 2)]
     return [int(p) for p in reversed(module.padding) for _ in range(2)]
+
+
+def _margins(module: ConvTransposeNd, inputs: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    """Margins of the output gradient, last axis first, so that every input location has a whole window."""
+    margins: list[int] = []
+    for n, out, k, s, d, p in zip(
+        inputs, outputs, module.kernel_size, module.stride, module.dilation, module.padding, strict=True
+    ):
+        span = s * (n - 1) + d * (k - 1) + 1
+        margins = [int(p), span - int(p) - out, *margins]
+    return margins
 
 
 def _places(x: Tensor, groups: int) -> Tensor:
