@@ -4,6 +4,7 @@ from attrax.core.algebra import concat as concat
 from attrax.core.algebra import concat_rows as concat_rows
 from attrax.core.algebra import pad_rows as pad_rows
 from attrax.core.algebra import scale_examples as scale_examples
+from attrax.core.algebra import split_groups as split_groups
 from attrax.core.algebra import take as take
 from attrax.core.algebra import trim_rows as trim_rows
 from attrax.core.algebra import unstack as unstack
@@ -28,6 +29,7 @@ from attrax.core.kronecker import rotate as rotate
 from attrax.core.kronecker import spectrum as spectrum
 from attrax.core.leaves import Diagonal as Diagonal
 from attrax.core.leaves import Factorized as Factorized
+from attrax.core.leaves import Grouped as Grouped
 from attrax.core.leaves import Leaf as Leaf
 from attrax.core.leaves import Lookup as Lookup
 from attrax.core.leaves import Materialized as Materialized
@@ -36,6 +38,7 @@ from attrax.core.leaves import Sum as Sum
 from attrax.core.leaves import covers as covers
 from attrax.core.leaves import diagonal as diagonal
 from attrax.core.leaves import factorized as factorized
+from attrax.core.leaves import grouped as grouped
 from attrax.core.leaves import lookup as lookup
 from attrax.core.leaves import materialized as materialized
 from attrax.core.products import gram as gram

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum
+from attrax.core.leaves import Diagonal, Factorized, Grouped, Leaf, Lookup, Materialized, Sum
 from attrax.core.pytree import tree_map
 
 T = TypeVar("T", bound=Leaf)
@@ -73,19 +73,25 @@ def pad_rows(leaf: T, rows: int) -> T:
     return _lay_out(leaf, leaf.calls, max(ceil(rows / leaf.calls), _positions(leaf)))
 
 
-def _positions(leaf: Factorized | Lookup | Diagonal) -> int:
-    return leaf.g.shape[1] // leaf.calls
+def _axis(leaf: Factorized | Lookup | Diagonal | Grouped) -> int:
+    """The axis of rows in every array of a factored leaf."""
+    return 2 if isinstance(leaf, Grouped) else 1
+
+
+def _positions(leaf: Factorized | Lookup | Diagonal | Grouped) -> int:
+    return leaf.g.shape[_axis(leaf)] // leaf.calls
 
 
 def _lay_out(leaf: T, calls: int, positions: int) -> T:
     """Rows as `calls` calls of `positions` rows each, the missing ones zero."""
     if isinstance(leaf, Materialized | Sum) or (leaf.calls, _positions(leaf)) == (calls, positions):
         return leaf
-    now = (leaf.calls, _positions(leaf))
+    now, axis = (leaf.calls, _positions(leaf)), _axis(leaf)
     missing = [0, positions - now[1], 0, calls - now[0]]
 
     def pad(x: Tensor) -> Tensor:
-        return functional.pad(x.unflatten(1, now), [0] * 2 * (x.ndim - 2) + missing).flatten(1, 2)
+        padding = [0] * 2 * (x.ndim - axis - 1) + missing
+        return functional.pad(x.unflatten(axis, now), padding).flatten(axis, axis + 1)
 
     return replace(tree_map(pad, leaf), calls=calls)
 
@@ -98,9 +104,10 @@ def trim_rows(leaf: T) -> T:
         return replace(leaf, uses=tuple(trim_rows(use) for use in leaf.uses))
     if leaf.calls != 1:
         return leaf
-    used = (leaf.g != 0).any(-1).any(0).nonzero()
-    length = int(used[-1]) + 1 if len(used) else min(1, leaf.g.shape[1])
-    return tree_map(lambda x: x[:, :length], leaf)
+    axis = _axis(leaf)
+    used = (leaf.g != 0).any(-1).flatten(0, axis - 1).any(0).nonzero()
+    length = int(used[-1]) + 1 if len(used) else min(1, leaf.g.shape[axis])
+    return tree_map(lambda x: x.narrow(axis, 0, length), leaf)
 
 
 def concat(leaves: Sequence[T]) -> T:
@@ -159,7 +166,7 @@ def concat_rows(leaves: Sequence[T]) -> T:
     positions = max(_positions(leaf) for leaf in rows)
     rows = [_lay_out(leaf, leaf.calls, positions) for leaf in rows]
     names = [n for n in ("a", "x", "ids", "g") if hasattr(first, n)]
-    fields = {n: torch.cat([getattr(leaf, n) for leaf in rows], 1) for n in names}
+    fields = {n: torch.cat([getattr(leaf, n) for leaf in rows], _axis(rows[0])) for n in names}
     return replace(first, calls=sum(leaf.calls for leaf in rows), **fields)
 
 
@@ -172,5 +179,23 @@ def unstack(leaf: Factorized) -> dict[str, Factorized]:
 def swap_roles(leaf: Factorized) -> Factorized:
     """The same gradient transposed: `a` and `g` exchanged (a weight used both as W x and as x W)."""
     part = leaf.parts[0]
-    flipped = Part(part.weight, leaf.a.shape[-1], None, not part.transposed, part.head)
+    flipped = replace(part, width=leaf.a.shape[-1], bias=None, transposed=not part.transposed)
     return replace(leaf, a=leaf.g, g=leaf.a, parts=(flipped,))
+
+
+def split_groups(leaf: Grouped) -> dict[str, Factorized]:
+    """One linear-type leaf per group, named ``"conv.weight[0]"`` and so on; stored shapes are those of the slices.
+
+    >>> from attrax.core.leaves import grouped
+    >>> leaf = grouped("conv.weight", torch.ones(2, 3, 5, 4), torch.ones(2, 3, 5, 1), shape=(3, 1, 2, 2))
+    >>> {name: block.parts[0].shape for name, block in split_groups(leaf).items()}
+    {'conv.weight[0]': (1, 1, 2, 2), 'conv.weight[1]': (1, 1, 2, 2), 'conv.weight[2]': (1, 1, 2, 2)}
+    """
+    (part,), groups = leaf.parts, leaf.g.shape[1]
+    shape = (part.shape[0] // groups, *part.shape[1:]) if part.shape else ()
+    blocks: dict[str, Factorized] = {}
+    for u in range(groups):
+        name = f"{part.weight}[{u}]"
+        block = replace(part, weight=name, width=part.width // groups, shape=shape)
+        blocks[name] = Factorized(leaf.a[:, u], leaf.g[:, u], (block,), False, leaf.calls, leaf.basis)
+    return blocks

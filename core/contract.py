@@ -261,13 +261,14 @@ def _tree_steps(p: Problem, tree: Tree) -> list[tuple[_Node, _Node, _Node]] | No
     return steps
 
 
-def _count(p: Problem, ops: frozenset[int], nb: int, nq: int) -> float:
-    """How often a step runs over all tiles, per train block."""
+def _count(p: Problem, ops: frozenset[int], done: set[frozenset[int]], nb: int, nq: int) -> float:
+    """How often a step runs over all tiles, per train block; `done` are the operands of every step of the tree."""
     if min(ops) < p.train:
         return float(nb * nq)
+    twin = p.twins and frozenset(i - p.train for i in ops) in done
     if any("b" in p.letters[i] for i in ops):
-        return 0.0 if p.twins else float(nb * nq)
-    return 0.0 if p.twins and nb == nq == 1 else nq / p.reuse
+        return 0.0 if twin else float(nb * nq)
+    return 0.0 if twin and nb == nq == 1 else nq / p.reuse
 
 
 def _price(p: Problem, tree: Tree, hardware: Hardware) -> Plan | None:
@@ -286,6 +287,7 @@ def _price(p: Problem, tree: Tree, hardware: Hardware) -> Plan | None:
     nb, nq = ceil(full.get("b", 1) / max(tb, 1)), ceil(full.get("q", 1) / max(tq, 1))
     rate = hardware.flops * 4 / p.itemsize
     steps: list[Step] = []
+    done = {out.ops for _, _, out in nodes}
     for x, y, out in nodes:
         kind = _kind(x, y, out.letters)
         assert kind is not None
@@ -296,7 +298,9 @@ def _price(p: Problem, tree: Tree, hardware: Hardware) -> Plan | None:
         traffic = float(p.itemsize * (read + elements))
         seconds = max(flops / rate, traffic / hardware.bandwidth) + hardware.launch
         equation = f"{x.letters},{y.letters}->{out.letters}"
-        steps.append(Step(equation, kind, flops, traffic, elements, seconds, _count(p, out.ops, nb, nq)))
+        steps.append(
+            Step(equation, kind, flops, traffic, elements, seconds, _count(p, out.ops, done, nb, nq))
+        )
     total = [sum(s.count * getattr(s, f) for s in steps) for f in ("flops", "traffic", "seconds")]
     return Plan(
         p.equation, route_of(tree, p.train), tree, tuple(steps), (tb, tq), total[0], total[1], peak, total[2]

@@ -117,8 +117,8 @@ def kronecker_sums(leaf: Leaf, *, dtype: torch.dtype | None = None, max_dim: int
     if not isinstance(leaf, Factorized):
         raise TypeError(
             f"kronecker_sums: leaf '{leaf.parts[0].weight}' is {type(leaf).__name__}; Kronecker factors need the rows "
-            "of a linear-type layer. Leave it out of the scope, or capture it factored "
-            "(store(..., keep_factored=True))."
+            "of a linear-type layer. Leave it out of the scope, capture it factored (store(..., keep_factored=True)), "
+            "or give each group of a Grouped leaf its own factors (attrax.core.split_groups)."
         )
     dtype = dtype or wide(leaf.g.dtype)
     g = leaf.g.reshape(-1, leaf.g.shape[-1]).to(dtype)

@@ -6,11 +6,12 @@ stated multiple of it), but rarely stores that tensor:
     Factorized    G_b = sum_t g_bt a_bt^T             linear-type layers: inputs `a`, output gradients `g`
     Lookup        G_b = sum_t onehot(ids_bt) g_bt^T   embeddings: the one-hot factor is never built
     Diagonal      G_b = sum_t x_bt * g_bt             norm layers, biases, elementwise parameters
+    Grouped       G_bu = sum_t g_but a_but^T          grouped convolutions, fused expert tensors: blocks u
     Materialized  G_b itself                          projected, preconditioned or fallback gradients
     Sum           G_b = sum of the above              one weight used in several ways (tied embedding and head)
 
 Letters: B examples, T rows (positions) of an example, Ni input width, No output width, V vocabulary, E embedding
-width.  Rows beyond an example's length are zero in `g` and therefore change nothing.
+width, U groups.  Rows beyond an example's length are zero in `g` and therefore change nothing.
 
 `parts` lists the parameters a leaf covers.  Layers fed by the *same* input (query/key/value, gate/up) are one
 Factorized leaf: one `a`, their `g` stacked along the output axis, one `Part` each.  With `bias=True` a constant
@@ -38,7 +39,8 @@ class Part:
         bias: Name of the folded bias parameter, or None.
         transposed: Whether the stored weight is [Ni, No] (Hugging Face `Conv1D`), unlike torch's [No, Ni].
         head: Whether the layer maps to the vocabulary (excluded from Kronecker curvature unless asked).
-        shape: Stored shape of a parameter kept as a flat vector; () where the leaf's own shape is the stored one.
+        shape: Stored shape of a parameter whose gradient has another one here (a kernel kept as a matrix, a scale
+            kept as a vector), reached by a reshape after `transposed`; () where the leaf's own shape is the stored one.
     """
 
     weight: str
@@ -94,8 +96,33 @@ class Diagonal:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Grouped:
+    """G_bu = sum_t g_but a_but^T: U blocks of one parameter, a [U, No, Ni] gradient.
+
+    Attributes:
+        a: Layer inputs by group.
+        g: Gradients of the loss with respect to the layer outputs by group.
+        parts: The parameter, its width U No.
+        calls: How often the layer ran per example; rows are ordered call by call.
+        basis: See `Factorized`.
+        positions: Whether row t of every group is position t of the example; experts pack the rows routed to them.
+    """
+
+    a: Float[Tensor, "B U T Ni"]
+    g: Float[Tensor, "B U T No"]
+    parts: tuple[Part, ...]
+    calls: int = 1
+    basis: str = ""
+    positions: bool = True
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Materialized:
-    """G_b stored as it is: `w` [B, No, Ni (+1 with bias)] for linear-type leaves, else [B, *shape of the parameter]."""
+    """G_b stored as it is.
+
+    `w` is [B, No, Ni (+1 with bias)] for linear-type leaves, [B, U, No, Ni] for grouped ones, else
+    [B, *shape of the parameter].
+    """
 
     w: Float[Tensor, "B *shape"]
     parts: tuple[Part, ...]
@@ -112,11 +139,12 @@ class Sum:
     basis: str = ""
 
 
-Leaf: TypeAlias = Factorized | Lookup | Diagonal | Materialized | Sum
+Leaf: TypeAlias = Factorized | Lookup | Diagonal | Grouped | Materialized | Sum
 
 register_value(Factorized, arrays=("a", "g"), static=("parts", "bias", "calls", "basis"))
 register_value(Lookup, arrays=("ids", "g"), static=("parts", "rows", "calls", "basis"))
 register_value(Diagonal, arrays=("x", "g"), static=("parts", "calls", "basis"))
+register_value(Grouped, arrays=("a", "g"), static=("parts", "calls", "basis", "positions"))
 register_value(Materialized, arrays=("w",), static=("parts", "bias", "basis"))
 register_value(Sum, arrays=("uses",), static=("parts", "basis"))
 
@@ -195,6 +223,44 @@ def diagonal(name: str, x: Float[Tensor, "B T _"], g: Float[Tensor, "B T d"]) ->
     if x.shape[-1] not in (1, g.shape[-1]):
         raise ValueError(f"diagonal: leaf '{name}': x has width {x.shape[-1]}, g has {g.shape[-1]}.")
     return Diagonal(x, g, (Part(name, g.shape[-1]),))
+
+
+def grouped(
+    name: str,
+    a: Float[Tensor, "B U T Ni"],
+    g: Float[Tensor, "B U T No"],
+    *,
+    shape: tuple[int, ...] = (),
+    transposed: bool = False,
+    positions: bool = True,
+) -> Grouped:
+    """Build a checked Grouped leaf.
+
+    Args:
+        name: The parameter's name.
+        a: Layer inputs by group [B, U, T, Ni].
+        g: Output gradients by group [B, U, T, No].
+        shape: Stored shape of the parameter if it is not [U, No, Ni].
+        transposed: Whether the parameter is stored as blocks [Ni, No].
+        positions: See `Grouped`.
+
+    Returns:
+        The leaf.
+
+    Raises:
+        ValueError: If the factors disagree in [B, U, T].
+
+    >>> leaf = grouped("conv.weight", torch.ones(2, 3, 5, 4), torch.ones(2, 3, 5, 1), shape=(3, 1, 2, 2))
+    >>> leaf.parts[0].width
+    3
+    """
+    if a.ndim != 4 or g.ndim != 4 or a.shape[:3] != g.shape[:3]:
+        raise ValueError(
+            f"grouped: leaf '{name}': expected factors that agree in [B, U, T], got {tuple(a.shape)} and "
+            f"{tuple(g.shape)}. Give every group the same number of rows, the missing ones zero."
+        )
+    part = Part(name, g.shape[1] * g.shape[3], transposed=transposed, shape=shape)
+    return Grouped(a, g, (part,), positions=positions)
 
 
 def materialized(name: str, w: Float[Tensor, "B *shape"]) -> Materialized:

@@ -10,7 +10,7 @@ summed over leaves.  Results are in float32 or better.  Any route of `contract` 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -19,8 +19,8 @@ from torch import Tensor
 from attrax.core.algebra import wide
 from attrax.core.contract import CPU, Hardware, Plan, Route, plan_contraction, problem
 from attrax.core.execute import execute
-from attrax.core.kernels import Operand
-from attrax.core.leaves import Leaf, Materialized, Sum, batch_size, dtype_of
+from attrax.core.kernels import OneHot, Operand, in_common
+from attrax.core.leaves import Grouped, Leaf, Materialized, Sum, batch_size, dtype_of
 from attrax.core.terms import Term, rename, terms
 from attrax.core.tree import GradTree
 
@@ -73,9 +73,20 @@ def _pairs(
     left, right = terms(x, dtype), terms(y, dtype)
     pairs: list[tuple[Term, Term, str, bool]] = []
     for i, u in enumerate(left):
-        extra = () if metric is None else (Operand("oi" if metric.ndim == 2 else "i", metric.to(dtype)),)
-        pairs += [((*u, *extra), rename(v, letters), output, twins and i == j) for j, v in enumerate(right)]
+        extra = () if metric is None else (Operand("uoi"[3 - metric.ndim :], metric.to(dtype)),)
+        for j, v in enumerate(right):
+            ours, theirs = (u, v) if extra else _few_ids(u, v, paired="q" not in output)
+            pairs.append(((*ours, *extra), rename(theirs, letters), output, twins and i == j))
     return pairs
+
+
+def _few_ids(u: Term, v: Term, *, paired: bool) -> tuple[Term, Term]:
+    """Two embedding terms over the ids they hold: no step then makes anything as long as the vocabulary."""
+    x, y = u[0].data, v[0].data
+    if not (isinstance(x, OneHot) and isinstance(y, OneHot)):
+        return u, v
+    x, y = in_common(x, y, paired=paired)
+    return (replace(u[0], data=x), *u[1:]), (replace(v[0], data=y), *v[1:])
 
 
 def _contract_pairs(
@@ -154,7 +165,7 @@ def gram(
     Args:
         train: Gradients of B examples.
         query: Gradients of Q examples, same leaves.
-        metric: Optional diagonal metric per leaf, in the leaf's [No, Ni] (or [d]) coordinates.
+        metric: Optional diagonal metric per leaf, in the leaf's [No, Ni] (or [U, No, Ni] or [d]) coordinates.
         route: Force a contraction route for every leaf (see `attrax.core.contract`).
         hardware: Roofline figures and memory budget.
         reuse: Number of train blocks these queries will meet; their preparation is charged once.
@@ -278,7 +289,8 @@ def token_scores_leaf(
     """Per-row shares of one leaf's Gram matrix, ``s[b, t, q] = g_bt^T H_q a_bt``.
 
     Raises:
-        ValueError: If the train leaf has no rows (materialized) or uses with different numbers of them.
+        ValueError: If the train leaf has no rows (materialized), rows that are no positions (experts), or uses with
+            different numbers of them.
     """
     if isinstance(x, Sum):
         _check_pair("token_scores", name, x, y)
@@ -294,6 +306,11 @@ def token_scores_leaf(
         raise ValueError(
             f"token_scores: leaf '{name}': the train side is materialized and has no rows. "
             "Score factored gradients (no dense projection, no compaction)."
+        )
+    if isinstance(x, Grouped) and not x.positions:
+        raise ValueError(
+            f"token_scores: leaf '{name}': its rows are those routed to each expert, not positions of the example. "
+            "Leave it out of the selection."
         )
     pairs = _pairs("token_scores", name, x, y, "btq", None)
     rows = _contract_pairs("token_scores", name, pairs, hardware, route, 1)

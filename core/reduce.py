@@ -8,8 +8,18 @@ from attrax.core.algebra import wide
 from attrax.core.contract import CPU, Hardware, plan_contraction, problem
 from attrax.core.execute import execute
 from attrax.core.kernels import Operand
-from attrax.core.leaves import Factorized, Leaf, Lookup, Materialized, Sum, batch_size, dtype_of
-from attrax.core.terms import terms
+from attrax.core.leaves import (
+    Factorized,
+    Grouped,
+    Leaf,
+    Lookup,
+    Materialized,
+    Part,
+    Sum,
+    batch_size,
+    dtype_of,
+)
+from attrax.core.terms import kept_by, terms
 from attrax.core.tree import GradTree
 
 
@@ -19,8 +29,7 @@ def _build(leaf: Leaf, hardware: Hardware, weights: Tensor | None) -> Tensor:
     total: Tensor | None = None
     for term in terms(leaf, dtype):
         extra = () if weights is None else (Operand("b", weights.to(term_device(term), dtype)),)
-        letters = "".join(o.letters for o in term)
-        kept = "oi" if "o" in letters else "i"
+        kept = kept_by(term)
         output = kept if weights is not None else "b" + kept
         operands = (*term, *extra)
         plan = plan_contraction(problem(operands, (), output, itemsize=dtype.itemsize), hardware)
@@ -37,7 +46,7 @@ def term_device(term: tuple[Operand, ...]) -> torch.device:
 
 
 def materialize_leaf(leaf: Leaf, *, hardware: Hardware = CPU) -> Materialized:
-    """Build the per-example gradients of a leaf: ``w [B, No, Ni (+1)]``, or [B, d] for diagonal leaves.
+    """Build the per-example gradients of a leaf: ``w [B, No, Ni (+1)]``, [B, U, No, Ni] or [B, d].
 
     >>> from attrax.core import factorized
     >>> materialize_leaf(factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))).w.shape
@@ -90,7 +99,7 @@ def aggregate(
 
 
 def compact(leaf: Leaf) -> Leaf:
-    """The smaller exact form of a leaf: factored iff T (Ni + No) < Ni No; norm layers are always built.
+    """The smaller exact form of a leaf: factored iff T (Ni + No) < Ni No (per group); norm layers are always built.
 
     >>> from attrax.core import factorized
     >>> type(compact(factorized("w", torch.ones(2, 9, 4), torch.ones(2, 9, 4)))).__name__
@@ -98,8 +107,8 @@ def compact(leaf: Leaf) -> Leaf:
     """
     if isinstance(leaf, Materialized | Sum | Lookup):
         return leaf
-    if isinstance(leaf, Factorized):
-        rows, No, Ni = *leaf.g.shape[1:], leaf.a.shape[-1]
+    if isinstance(leaf, Factorized | Grouped):
+        rows, No, Ni = *leaf.g.shape[-2:], leaf.a.shape[-1]
         if rows * (Ni + No) < Ni * No:
             return leaf
     return materialize_leaf(leaf)
@@ -122,14 +131,18 @@ def stored(grads: GradTree) -> dict[str, Float[Tensor, "B *shape"]]:
             raise ValueError(
                 f"stored: leaf '{name}' is in basis '{leaf.basis}', not in the parameter's own layout."
             )
-        w = materialize_leaf(leaf)
-        if w.w.ndim != 3 or len(leaf.parts) == 1 and not w.bias and not leaf.parts[0].transposed:
-            part = leaf.parts[0]
-            out[part.weight] = w.w.reshape(-1, *part.shape) if part.shape else w.w
+        built = materialize_leaf(leaf)
+        if built.w.ndim != 3:
+            out[leaf.parts[0].weight] = _layout(built.w, leaf.parts[0])
             continue
-        for part, rows in zip(leaf.parts, w.w.split([p.width for p in leaf.parts], 1), strict=True):
-            weight = rows[..., :-1] if w.bias else rows
-            out[part.weight] = weight.transpose(1, 2) if part.transposed else weight
-            if w.bias and part.bias is not None:
+        for part, rows in zip(leaf.parts, built.w.split([p.width for p in leaf.parts], 1), strict=True):
+            out[part.weight] = _layout(rows[..., :-1] if built.bias else rows, part)
+            if built.bias and part.bias is not None:
                 out[part.bias] = rows[..., -1]
     return out
+
+
+def _layout(w: Tensor, part: Part) -> Tensor:
+    """A parameter's gradient as the parameter is stored."""
+    w = w.transpose(-1, -2) if part.transposed else w
+    return w.reshape(w.shape[0], *part.shape) if part.shape else w

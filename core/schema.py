@@ -14,6 +14,7 @@ the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
         Factorized        a [R, Ni], g [R, No], offsets [n + 1]: rows of example k are offsets[k] : offsets[k + 1]
         Lookup            ids [R], g [R, E], offsets
         Diagonal          x [R, d or 1], g [R, d], offsets
+        Grouped           a [R, U, Ni], g [R, U, No], offsets
         Materialized      w [n, *shape]
         Sum               uses/<number>/, each as above
     /columns/<number>/    attribute name; values [N], or utf8 and offsets
@@ -33,7 +34,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum, batch_size
+from attrax.core.leaves import (
+    Diagonal,
+    Factorized,
+    Grouped,
+    Leaf,
+    Lookup,
+    Materialized,
+    Part,
+    Sum,
+    batch_size,
+)
 from attrax.core.tree import Examples
 
 FORMAT = "attrax gradient shard"
@@ -44,6 +55,7 @@ ARRAYS: Mapping[str, tuple[str, ...]] = {
     "Factorized": ("a", "g"),
     "Lookup": ("ids", "g"),
     "Diagonal": ("x", "g"),
+    "Grouped": ("a", "g"),
     "Materialized": ("w",),
     "Sum": (),
 }
@@ -74,6 +86,7 @@ class Form:
         calls: See `Factorized`.
         basis: See `Factorized`.
         rows: Vocabulary size of a `Lookup`.
+        positions: See `Grouped`.
         uses: Forms of the uses of a `Sum`.
     """
 
@@ -84,6 +97,7 @@ class Form:
     calls: int = 1
     basis: str = ""
     rows: int = 0
+    positions: bool = True
     uses: tuple["Form", ...] = ()
 
     def __str__(self) -> str:
@@ -171,9 +185,16 @@ def form_of(leaf: Leaf) -> Form:
     if isinstance(leaf, Sum):
         return Form(kind, leaf.parts, basis=leaf.basis, uses=tuple(form_of(use) for use in leaf.uses))
     lead = 1 if isinstance(leaf, Materialized) else 2
-    arrays = tuple(_array(name, getattr(leaf, name), lead) for name in ARRAYS[kind])
-    extra = {name: getattr(leaf, name) for name in ("bias", "calls", "rows") if hasattr(leaf, name)}
+    arrays = tuple(_array(name, _rows_first(leaf, name), lead) for name in ARRAYS[kind])
+    static = ("bias", "calls", "rows", "positions")
+    extra = {name: getattr(leaf, name) for name in static if hasattr(leaf, name)}
     return Form(kind, leaf.parts, arrays, basis=leaf.basis, **extra)
+
+
+def _rows_first(leaf: Leaf, name: str) -> Tensor:
+    """An array of a leaf with the axis of rows, if it has one, right after that of examples."""
+    x: Tensor = getattr(leaf, name)
+    return x.transpose(1, 2) if isinstance(leaf, Grouped) else x
 
 
 def _array(name: str, x: Tensor, lead: int) -> Array:
@@ -197,10 +218,11 @@ def pack(leaf: Leaf) -> Packed:
         case Materialized():
             return Packed(form, (leaf.w.clone(),), single)
         case _:
-            keep, counts = _used_rows((leaf.g != 0).any(-1).numpy(), leaf.calls)
+            used = (_rows_first(leaf, "g") != 0).flatten(2).any(-1)
+            keep, counts = _used_rows(used.numpy(), leaf.calls)
             rows = torch.from_numpy(np.flatnonzero(keep))
             arrays = tuple(
-                getattr(leaf, array.name).flatten(0, 1).index_select(0, rows) for array in form.arrays
+                _rows_first(leaf, array.name).flatten(0, 1).index_select(0, rows) for array in form.arrays
             )
             return Packed(form, arrays, offsets_of(counts))
 
@@ -247,6 +269,11 @@ def unpack(packed: Packed) -> Leaf:
             return Lookup(**rows, parts=form.parts, rows=form.rows, calls=form.calls, basis=form.basis)
         case "Diagonal":
             return Diagonal(**rows, parts=form.parts, calls=form.calls, basis=form.basis)
+        case "Grouped":
+            groups = {name: x.transpose(1, 2) for name, x in rows.items()}
+            return Grouped(
+                **groups, parts=form.parts, calls=form.calls, basis=form.basis, positions=form.positions
+            )
         case _:
             return Factorized(**rows, parts=form.parts, bias=form.bias, calls=form.calls, basis=form.basis)
 
@@ -325,6 +352,7 @@ def form_from_json(value: Mapping[str, Any]) -> Form:
             calls=int(value["calls"]),
             basis=str(value["basis"]),
             rows=int(value["rows"]),
+            positions=bool(value.get("positions", True)),
             uses=tuple(form_from_json(use) for use in value["uses"]),
         )
         valid = _is_valid(form)
@@ -354,6 +382,7 @@ def _is_valid(form: Form) -> bool:
         "Factorized": lambda: [len(s) for s in shapes] == [1, 1],
         "Lookup": lambda: [len(s) for s in shapes] == [0, 1],
         "Diagonal": lambda: [len(s) for s in shapes] == [1, 1] and shapes[0] in ((1,), shapes[1]),
+        "Grouped": lambda: [len(s) for s in shapes] == [2, 2] and shapes[0][0] == shapes[1][0],
         "Materialized": lambda: True,
         "Sum": lambda: bool(form.uses),
     }

@@ -67,26 +67,29 @@ def _ruled(
     saved: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> dict[str, Leaf]:
-    rows = run.rows or 0
     following = iter(saved)
-    units = [_units(next(following), layout, rows, lead, rule) if given else None for given in kept]
-    g = _units(grads[0], layout, rows, lead, rule)
+    units = [_units(next(following), layout, run, lead, rule) if given else None for given in kept]
+    g = _units(grads[0], layout, run, lead, rule)
     x: Any = tuple(units) if rule.inputs else units[0]
-    leaves = {name: fold(leaf, rows) for name, leaf in rule.factorize(module, x, g).items()}
-    return {name: in_examples(leaf, run) for name, leaf in leaves.items()}
+    return {name: fold(leaf, run.count) for name, leaf in rule.factorize(module, x, g).items()}
 
 
-def _units(x: Tensor, layout: Layout, rows: int, lead: int, rule: Rule) -> Tensor:
+def _units(x: Tensor, layout: Layout, run: Pass, lead: int, rule: Rule) -> Tensor:
     """Examples first; further axes that examples were flattened with become rows where the rule takes rows."""
-    if layout in (EXAMPLES, SHARED) or x.shape[0] != lead:
-        return x
-    x = layout.units(x, rows)
-    return x.unflatten(0, (rows, -1)) if rule.rows and x.shape[0] != rows else x
+    rows = run.rows or 0
+    if layout not in (EXAMPLES, SHARED) and x.shape[0] == lead:
+        x = layout.units(x, rows)
+        x = x.unflatten(0, (rows, -1)) if rule.rows and x.shape[0] != rows else x
+    return x if run.segments is None else regrouped(x, run.segments, run.count)
 
 
-def in_examples(leaf: Leaf, run: Pass) -> Leaf:
-    """A leaf of the rows of a pass as a leaf of its examples."""
-    return leaf if run.segments is None else regrouped(leaf, run.segments, run.count)
+def packs(rule: Rule, layout: Layout, x: Tensor, run: Pass) -> bool:
+    """Whether the positions of packed sequences can be told apart in a layer's tensors."""
+    if run.segments is None:
+        return True
+    T = run.segments.shape[1]
+    axes = {EXAMPLES: x.shape[1:2], SHARED: x.shape[-1:] if not x.is_floating_point() else x.shape[-2:-1]}
+    return rule.rows and (layout not in axes or tuple(axes[layout]) == (T,))
 
 
 def recompute_form(

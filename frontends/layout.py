@@ -127,36 +127,20 @@ def permuted(values: T, B: int) -> T:
     )
 
 
-def regrouped(leaf: Leaf, segments: Tensor, examples: int) -> Leaf:
-    """Rows of packed sequences as rows of examples.
+def regrouped(x: Tensor, segments: Tensor, examples: int) -> Tensor:
+    """Positions of packed sequences as positions of examples.
 
     Args:
-        leaf: Leaf of R sequences of T positions (or a multiple of T rows, position by position).
+        x: [R, T, ...] of R sequences of T positions.
         segments: [R, T] index of the example each position belongs to, -1 for none.
         examples: Number of examples E.
 
     Returns:
-        The leaf of E examples, with as many rows as the longest needs.
-
-    Raises:
-        ValueError: If the leaf has no rows, or not one (or more) for every position.
+        [E, L, ...] with L the positions of the longest example; the rest is zero.
     """
-    if isinstance(leaf, Sum):
-        return replace(leaf, uses=tuple(regrouped(use, segments, examples) for use in leaf.uses))
-    name, T = leaf.parts[0].weight, segments.shape[1]
-    rows = 0 if isinstance(leaf, Materialized) or leaf.g.ndim != 3 else leaf.g.shape[1]
-    if isinstance(leaf, Materialized) or not rows or rows % T:
-        raise ValueError(
-            f"capture: leaf '{name}' has {rows or 'no'} rows for packed sequences of {T} positions, so they cannot be "
-            "given to the examples. Exclude the layer, or do not pack."
-        )
     index, valid = _places(segments, examples)
-
-    def gathered(x: Tensor) -> Tensor:
-        each = x.unflatten(1, (T, rows // T)).flatten(0, 1)[index]
-        return (each * valid.reshape(*valid.shape, *[1] * (each.ndim - 2)).to(each.dtype)).flatten(1, 2)
-
-    return tree_map(gathered, leaf)
+    each = x.flatten(0, 1)[index]
+    return each * valid.reshape(*valid.shape, *[1] * (each.ndim - 2)).to(each.dtype)
 
 
 def _places(segments: Tensor, examples: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attrax.frontends.coverage import Layer
-from attrax.frontends.forms import Form, recompute_form, recompute_tensors, rule_form, rule_inputs
+from attrax.frontends.forms import Form, packs, recompute_form, recompute_tensors, rule_form, rule_inputs
 from attrax.frontends.layout import EXAMPLES, SHARED, Layout, compared, is_plain, moved
 from attrax.frontends.passes import Pass, flatten, has_axis
 from attrax.frontends.recompute import Moment, slow_attention
@@ -97,7 +97,7 @@ class Placing:
             )
         run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
         layout = self._layout(layer, run, output if rule.inputs else inputs[0], output)
-        if layout is None:
+        if layout is None or not packs(rule, layout, inputs[0], run):
             raise LayoutError(layer, _unclear(layer, inputs[0], run))
         return rule_form(rule, module, inputs, output, layout, run)
 

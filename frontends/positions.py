@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attrax.core import Examples, Leaf, Source
-from attrax.core.leaves import Diagonal, Factorized, Lookup, Materialized, Sum
+from attrax.core.leaves import Diagonal, Factorized, Grouped, Lookup, Materialized, Sum
 from attrax.core.source import Visit
 
 T = TypeVar("T")
@@ -91,6 +91,14 @@ def _split(name: str, leaf: Leaf, width: int) -> Leaf:
             return replace(leaf, ids=rows(leaf.ids, leaf.calls), g=rows(leaf.g, leaf.calls))
         case Diagonal():
             return replace(leaf, x=rows(leaf.x, leaf.calls), g=rows(leaf.g, leaf.calls))
+        case Grouped():
+            if not leaf.positions:
+                raise ValueError(
+                    f"by_position: leaf '{name}': its rows are those routed to each expert, not positions of the "
+                    "example. Leave it out of the selection."
+                )
+            a, g = (rows(x.transpose(1, 2), leaf.calls).transpose(1, 2) for x in (leaf.a, leaf.g))
+            return replace(leaf, a=a, g=g)
         case Materialized():
             raise ValueError(
                 f"by_position: leaf '{name}' is materialized and has no positions. Use factored gradients."

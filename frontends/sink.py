@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
-from attrax.core.leaves import Diagonal, Factorized
+from attrax.core.leaves import Diagonal, Factorized, Grouped
 from attrax.core.schema import Packed, Record, pack, packed_bytes
 from attrax.core.tree import block_rows
 from attrax.frontends.folder import clear, lock, next_sequence, publish, shard_name, unlock
@@ -242,7 +242,7 @@ def _compacted(grads: GradTree, keep: KeepFactored) -> GradTree:
     rows = {
         name: leaf
         for name, leaf in grads.items()
-        if isinstance(leaf, Factorized | Diagonal) and leaf.calls == 1
+        if isinstance(leaf, Factorized | Diagonal | Grouped) and leaf.calls == 1
     }
     longest = _on_host({name: _longest(leaf.g) for name, leaf in rows.items()})
 

@@ -267,7 +267,9 @@ class Store:
         """Leaves recorded both as rows and as gradients; they are always read as gradients, so that blocks agree."""
         kinds = {name: {form.kind for form in forms} for name, forms in self.leaves.items()}
         return frozenset(
-            n for n, k in kinds.items() if len(k) > 1 and k <= {"Factorized", "Diagonal", "Materialized"}
+            n
+            for n, k in kinds.items()
+            if len(k) > 1 and k <= {"Factorized", "Diagonal", "Grouped", "Materialized"}
         )
 
     def _refuse_absent(self, what: str, absent: Sequence[object]) -> None:

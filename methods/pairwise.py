@@ -17,6 +17,7 @@ from attrax.core import (
     Diagonal,
     Examples,
     Factorized,
+    Grouped,
     Hardware,
     Leaf,
     Lookup,
@@ -97,8 +98,8 @@ def _scorer(
     def prepare(name: str, leaf: Leaf) -> Leaf:
         nonlocal spent
         query = queries.grads[name]
-        if isinstance(query, Materialized):
-            return query
+        if isinstance(query, Materialized | Lookup):
+            return query  # a vocabulary is longer than what a block holds of it
         routes = {plan.route for plan in plan_leaf(name, leaf, query, hardware=hardware, reuse=_MANY)}
         if routes & {"materialize", "mixed"}:
             size = _dense_bytes(query)
@@ -128,6 +129,8 @@ def _dense_bytes(leaf: Leaf) -> int:
             return leaf.w.numel() * leaf.w.element_size()
         case Factorized():
             columns = leaf.a.shape[-1] + leaf.bias
+        case Grouped():
+            columns = leaf.a.shape[-1]
         case Lookup():
             columns = leaf.g.shape[-1]
         case Diagonal():

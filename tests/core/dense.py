@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from attrax.core import Diagonal, Factorized, GradTree, Leaf, Lookup, Materialized, Sum
+from attrax.core import Diagonal, Factorized, GradTree, Grouped, Leaf, Lookup, Materialized, Sum
 
 WITHIN = {torch.float64: 1e-10, torch.float32: 1e-5}
 """What a result may differ by, relative to the largest entry of the right answer, by the dtype of the result."""
 
 
 def rows(leaf: Leaf) -> Tensor:
-    """Gradient of every row, [B, T, No, Ni]; a vector parameter has No = 1."""
+    """Gradient of every row, [B, T, No, Ni]; a vector parameter has No = 1, groups lie one below the other."""
     match leaf:
         case Factorized():
             ones = torch.ones(*leaf.a.shape[:2], int(leaf.bias), dtype=torch.float64)
@@ -21,6 +21,9 @@ def rows(leaf: Leaf) -> Tensor:
             return hot.unsqueeze(-1) * leaf.g.double().unsqueeze(-2)
         case Diagonal():
             return (leaf.x.double() * leaf.g.double()).unsqueeze(-2)
+        case Grouped():
+            blocks = leaf.g.double().unsqueeze(-1) * leaf.a.double().unsqueeze(-2)
+            return torch.cat(list(blocks.unbind(1)), 2)
         case _:
             raise TypeError(f"{type(leaf).__name__} has no rows")
 
@@ -31,7 +34,8 @@ def gradient(leaf: Leaf) -> Tensor:
         case Sum():
             return torch.stack([gradient(use) for use in leaf.uses]).sum(0)
         case Materialized():
-            return leaf.w.double() if leaf.w.ndim == 3 else leaf.w.double().flatten(1).unsqueeze(1)
+            w = leaf.w.double()
+            return w.flatten(1, -2) if w.ndim > 2 else w.flatten(1).unsqueeze(1)
         case _:
             return rows(leaf).sum(1)
 

@@ -8,10 +8,19 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attrax.core import CPU, Hardware, factorized, gram_leaf, materialize_leaf, plan_gram, sq_norms_leaf
+from attrax.core import (
+    CPU,
+    Hardware,
+    factorized,
+    gram_leaf,
+    lookup,
+    materialize_leaf,
+    plan_gram,
+    sq_norms_leaf,
+)
 from attrax.core.contract import ROUTES, Plan, plan_contraction, problem, route_of
 from attrax.core.execute import execute
-from attrax.core.kernels import OneHot, Operand, contract_pair
+from attrax.core.kernels import OneHot, Operand, contract_pair, in_common
 from attrax.core.products import plan_leaf, token_scores_leaf
 
 from .dense import assert_same, gradient, token_shares
@@ -52,12 +61,14 @@ def test_every_route_and_budget_gives_the_same_gram(kind, route):
             assert_same(sq_norms_leaf(x, **forced), n)
 
 
-@pytest.mark.parametrize("kind", ["linear_bias", "stacked", "embedding", "norm", "bias", "built_matrix"])
+@pytest.mark.parametrize(
+    "kind", ["linear_bias", "stacked", "embedding", "norm", "bias", "built_matrix", "groups"]
+)
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_and_budget_gives_the_same_metric_gram(kind, route):
     x, y = SMALL.pair(KINDS[kind])
     m = metric_for(x)
-    S = torch.einsum("boi,qoi->bq", gradient(x) * m, gradient(y))
+    S = torch.einsum("boi,qoi->bq", gradient(x) * m.reshape(gradient(x).shape[1:]), gradient(y))
     with unchecked():
         for memory in (2**30, 600):
             assert_same(gram_leaf(x, y, metric=m, route=route, hardware=budget(memory)), S)
@@ -157,6 +168,14 @@ def test_flops_are_those_of_the_routes():
     assert {route: linear_plan(route, size).flops for route in expected} == expected
 
 
+def test_a_self_product_pays_for_what_only_one_side_builds():
+    """The mixed route never builds the train side, so there is nothing to share."""
+    size = Sizes(5, 5, 7, 7, 13, 17)
+    R, B, K, D = 35, 5, 13, 17
+    flops = 2 * R * K * D + 2 * R * B * K * D + 2 * R * B * min(K, D)
+    assert linear_plan("mixed", size, twins=True).flops == flops
+
+
 def test_queries_that_are_reused_are_charged_once():
     size = Sizes(5, 3, 7, 11, 13, 17)
     building = 2 * 3 * 11 * 13 * 17
@@ -244,6 +263,41 @@ def test_a_step_is_the_einsum_of_the_dense_forms(case, swapped, sizes_of):
     x, y = reversed(operands) if swapped else operands
     expected = torch.einsum(f"{x.letters},{y.letters}->{out}", dense_form(x), dense_form(y))
     assert_same(contract_pair(x, y, out), expected)
+
+
+@pytest.mark.parametrize("route", [None, *ROUTES])
+def test_products_of_embeddings_hold_nothing_as_long_as_the_vocabulary(route):
+    V, gen = 200_000, generator(3)
+    ids = torch.tensor([[V - 1, 3, V - 1, 8], [8, 8, 0, 5], [3, 1, 2, 9]])
+    x = lookup("e", ids, normal(gen, 3, 4, 5), rows=V)
+    y = lookup("e", torch.tensor([[3, 8, 7], [V - 1, 0, 0]]), normal(gen, 2, 3, 5), rows=V)
+    dense = [materialize_leaf(leaf).w for leaf in (x, y)]
+    with unchecked(), Largest() as largest:
+        found = [gram_leaf(x, y, route=route), gram_leaf(x, x, route=route), sq_norms_leaf(x, route=route)]
+        shares = token_scores_leaf(x, y, route=route)
+    S = torch.einsum("boi,qoi->bq", *dense)
+    for value, right in zip(
+        found,
+        (S, torch.einsum("boi,qoi->bq", dense[0], dense[0]), dense[0].square().sum((1, 2))),
+        strict=True,
+    ):
+        assert_same(value, right)
+    assert_same(shares.sum(1), S)
+    assert largest.bytes < 8 * 1000
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_ids_in_common_keep_every_match(paired):
+    gen = generator(4)
+    x, y = (OneHot(torch.randint(0, 50, (3, n), generator=gen), 50, torch.float64) for n in (7, 5))
+    few_x, few_y = in_common(x, y, paired=paired)
+    assert few_x.size == few_y.size == (6 if paired else 16) and x.size == 50
+    letters = ("bto", "bso", "bts") if paired else ("bto", "qso", "btqs")
+    before, after = (
+        contract_pair(Operand(letters[0], u), Operand(letters[1], v), letters[2])
+        for u, v in ((x, y), (few_x, few_y))
+    )
+    assert before.any() and torch.equal(before, after)
 
 
 @pytest.mark.parametrize("length", [2**15, 2**15 + 1])

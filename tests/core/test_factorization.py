@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from attrax.core import Factorized, GradTree, Leaf, stored
-from attrax.core.factorization import RULES, Rule, find_rule, linear, scaled_embedding
+from attrax.core.factorization import RULES, Rule, find_rule
+from attrax.core.layers.embedding import scaled_embedding
+from attrax.core.layers.linear import linear
 
 from .dense import assert_same
 from .toys import generator, normal
@@ -150,7 +152,7 @@ def test_rules_are_those_of_the_nearest_class():
     assert rule_for(nn.MultiheadAttention(4, 2).out_proj).name == "Linear (in MultiheadAttention)"
     own = Rule("Mine", "Mine", linear)
     assert find_rule(Mine(2, 3), (own, *RULES)) is own
-    assert find_rule(nn.Conv2d(1, 1, 1)) is None and find_rule(nn.ReLU()) is None
+    assert find_rule(nn.LSTM(1, 1)) is None and find_rule(nn.ReLU()) is None
 
 
 def test_a_transposed_layer_holds_a_matrix():

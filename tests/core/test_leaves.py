@@ -87,8 +87,8 @@ def test_scaling_narrow_gradients_happens_in_float32():
 @law(10, size=sizes())
 def test_padding_keeps_the_gradients_and_the_positions(kind, size):
     leaf, query = size.pair(FACTORED[kind])
-    longer = pad_rows(leaf, leaf.g.shape[1] + 3)
-    assert isinstance(longer, Rows) and longer.g.shape[1] >= leaf.g.shape[1] + 3
+    longer = pad_rows(leaf, leaf.g.shape[-2] + 3)
+    assert isinstance(longer, Rows) and longer.g.shape[-2] >= leaf.g.shape[-2] + 3
     assert_same(gradient(longer), gradient(leaf))
     assert_same(token_scores_leaf(longer, query)[:, : size.T], token_shares(leaf, query))
     assert pad_rows(leaf, 0) is leaf
@@ -104,7 +104,7 @@ def test_padding_reaches_every_use():
 @law(10, size=sizes())
 def test_trimming_undoes_padding(kind, size):
     leaf = size.one(FACTORED[kind])
-    trimmed = trim_rows(pad_rows(leaf, leaf.g.shape[1] + 4))
+    trimmed = trim_rows(pad_rows(leaf, leaf.g.shape[-2] + 4))
     assert_same(gradient(trimmed), gradient(leaf))
     assert isinstance(trimmed, Rows) and (leaf.calls > 1 or trimmed.g.shape == leaf.g.shape)
 

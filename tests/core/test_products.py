@@ -51,7 +51,7 @@ def test_squared_norms_are_those_of_the_gradients(kind, size):
 def test_metric_weighs_every_entry(kind):
     x, y = SMALL.pair(KINDS[kind])
     m = metric_for(x)
-    weighted = gradient(x) * m
+    weighted = gradient(x) * m.reshape(gradient(x).shape[1:])
     assert_same(gram_leaf(x, y, metric=m), torch.einsum("boi,qoi->bq", weighted, gradient(y)))
     assert_same(sq_norms_leaf(x, metric=m), (weighted * gradient(x)).sum((1, 2)))
     assert_same(gram_leaf(x, x, metric=m), torch.einsum("boi,qoi->bq", weighted, gradient(x)))
@@ -115,7 +115,7 @@ def test_inserted_zero_rows_change_nothing_whatever_their_inputs(kind):
     x, y = SMALL.pair(FACTORED[kind])
     order = torch.tensor([0, 0, 1, 2, 3, 3] if x.calls == 1 else [0, 0, 1, 2, 3, 3, 4, 5, 6, 7])
     keep = torch.tensor([0, 1, 1, 1, 1, 0] if x.calls == 1 else [0, 1, 1, 1, 1, 0, 1, 1, 1, 1])
-    spread = tree_map(lambda v: v[:, order], x)
+    spread = tree_map(lambda v: v[:, :, order] if v.ndim == 4 else v[:, order], x)
     spread = replace(spread, g=spread.g * keep[:, None])
     assert_same(gram_leaf(spread, y), gram_leaf(x, y))
     assert_same(sq_norms_leaf(spread), sq_norms_leaf(x))

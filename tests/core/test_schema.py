@@ -45,7 +45,8 @@ def silenced(leaf: Leaf) -> Leaf:
         if x.ndim < 3 or not x.is_floating_point():
             return x
         x = x.clone()
-        x[:1, -1:], x[1:2, 1:], x[2:3, x.shape[1] // 2 - 1 : x.shape[1] // 2] = 0, 0, 0
+        rows = x.transpose(1, 2) if x.ndim == 4 else x
+        rows[:1, -1:], rows[1:2, 1:], rows[2:3, rows.shape[1] // 2 - 1 : rows.shape[1] // 2] = 0, 0, 0
         return x
 
     return tree_map(quiet, leaf)

@@ -20,6 +20,7 @@ from attrax.core import (
     Examples,
     Factorized,
     GradTree,
+    Grouped,
     Leaf,
     Lookup,
     Materialized,
@@ -27,6 +28,7 @@ from attrax.core import (
     Sum,
     diagonal,
     factorized,
+    grouped,
     lookup,
     materialized,
     take,
@@ -35,7 +37,7 @@ from attrax.core.products import examples_in
 
 from .dense import gradient
 
-Rows: TypeAlias = Factorized | Lookup | Diagonal
+Rows: TypeAlias = Factorized | Lookup | Diagonal | Grouped
 Builder: TypeAlias = Callable[[Generator, int, int, int, int], Any]
 
 
@@ -87,6 +89,10 @@ def bias(gen: Generator, B: int, T: int, Ni: int, No: int) -> Diagonal:
     return diagonal("ln.bias", torch.ones(B, T, 1, dtype=torch.float64), normal(gen, B, T, Ni))
 
 
+def groups(gen: Generator, B: int, T: int, Ni: int, No: int) -> Grouped:
+    return grouped("groups.weight", normal(gen, B, 3, T, Ni), normal(gen, B, 3, T, No))
+
+
 def built_matrix(gen: Generator, B: int, T: int, Ni: int, No: int) -> Materialized:
     return materialized("m.weight", normal(gen, B, No, Ni))
 
@@ -114,12 +120,12 @@ def mixed(gen: Generator, B: int, T: int, Ni: int, No: int) -> Sum:
 
 FACTORED: dict[str, Builder] = {
     f.__name__: f
-    for f in (linear, linear_bias, conv1d, stacked, stacked_bias, called_twice, embedding, norm, bias)
+    for f in (linear, linear_bias, conv1d, stacked, stacked_bias, called_twice, embedding, norm, bias, groups)
 }
 BUILT: dict[str, Builder] = {f.__name__: f for f in (built_matrix, built_vector, built_tensor)}
 SUMS: dict[str, Builder] = {f.__name__: f for f in (tied, mixed)}
 KINDS = FACTORED | BUILT | SUMS
-LINEAR = {name: f for name, f in FACTORED.items() if f not in (embedding, norm, bias)}
+LINEAR = {name: f for name, f in FACTORED.items() if f not in (embedding, norm, bias, groups)}
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,8 @@ def sizes(*, empty: bool = False) -> st.SearchStrategy[Sizes]:
 def metric_for(leaf: Leaf, seed: int = 0) -> Tensor:
     """A positive diagonal metric in the leaf's coordinates."""
     values = normal(generator(seed), *gradient(leaf).shape[1:]).abs()
+    if isinstance(leaf, Grouped) or (isinstance(leaf, Materialized) and leaf.w.ndim == 4):
+        return values.unflatten(0, (leaf.w if isinstance(leaf, Materialized) else leaf.g).shape[1:2] + (-1,))
     return values.squeeze(0) if values.shape[0] == 1 else values
 
 
