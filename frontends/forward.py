@@ -9,11 +9,10 @@ kind, used in any way: the model is only called.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attrax.core import Block, Examples, Scores, Source, Target, collect, stored, targeted
@@ -24,17 +23,6 @@ from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode
 from attrax.frontends.rows import Batch, for_loss, with_ids
-
-
-class _Loss(nn.Module):
-    """A loss of a model as a module, whose parameters `functional_call` can replace."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.loss(self.model, batch)
 
 
 def forward_scores(
@@ -118,7 +106,7 @@ def _directions(model: nn.Module, queries: Block) -> dict[str, Tensor]:
     unknown = sorted(set(given) - set(named))
     if unknown:
         raise ValueError(
-            f"forward_scores: the queries cover {unknown[:3]}, which the model does not have. Give gradients of this model."
+            f"forward_scores: the queries cover {unknown[:3]}, which the model does not have. Use this model's."
         )
     return {name: v.to(named[name]).view(-1, *named[name].shape) for name, v in given.items()}
 
@@ -129,10 +117,10 @@ def _products(
     """Derivatives [B, Q] of every example's loss along every direction."""
     named = dict(model.named_parameters())
     at = {name: named[name].detach() for name in directions}
-    module = _Loss(model, loss)
 
     def losses(parameters: dict[str, Tensor]) -> Tensor:
-        return functional_call(module, {f"model.{n}": p for n, p in parameters.items()}, (batch,))
+        with _replaced(model, {named[n]: p for n, p in parameters.items()}):
+            return loss(model, batch)
 
     def along(direction: dict[str, Tensor]) -> Tensor:
         return jvp(losses, (at,), (direction,))[1]
@@ -145,6 +133,19 @@ def _products(
             one = {name: v[0] for name, v in some.items()}
             found.append(vmap(along, out_dims=-1)(some) if at_once > 1 else along(one).unsqueeze(-1))
     return torch.cat(found, -1)
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Other tensors in the place of parameters wherever modules hold them (`functional_call` breaks shared modules)."""
+    slots = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p in values]
+    try:
+        for module, key, p in slots:
+            module._parameters[key] = values[p]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, key, p in slots:
+            module._parameters[key] = p
 
 
 @contextlib.contextmanager
@@ -162,6 +163,6 @@ def _forward_mode() -> Iterator[None]:
         if not any(sign in str(error) for sign in ("forward AD", "forward mode AD", "functorch", "vmap")):
             raise
         raise RuntimeError(
-            f"forward_scores: an operation of the model has no forward mode: {str(error).splitlines()[0]} Load the model "
-            "with attn_implementation='eager' or 'sdpa', pass at_once=1, or score with graddot on a live source."
+            f"forward_scores: an operation of the model has no forward mode: {str(error).splitlines()[0]} Load the "
+            "model with attn_implementation='eager' or 'sdpa', pass at_once=1, or score with graddot on a live source."
         ) from error
