@@ -149,18 +149,25 @@ def test_sides_that_do_not_fit(tokenizer):
     assert cut.truncated == ("q",) and len(cut.contrasts["q"][0]) == 40
 
 
-def test_a_side_that_is_cut_away_is_never_compared(tokenizer):
-    """Half a contrast is another question; an example that loses both sides scores 0, if asked to be kept."""
-    longer = asked(prompt="", completion=" rope", contrast=" rope")
-    longer_side = {"id": "h", "prompt": "", "completion": "x", "contrast": "x" * 30, "text": None}
-    data = encode([longer, longer_side], tokenizer, max_length=3, overlong="truncate")
-    assert data.ids == ("q", "h") and not data.empty
-    late: Any = tokenize(asked(), tokenizer)[1]
-    start = int((late != IGNORE).nonzero()[0])
-    both = encode([asked(contrast=" in")], tokenizer, max_length=start, overlong="truncate", empty="keep")
-    assert both.empty == ("q",) and "1 without a token to predict" in repr(both)
-    with pytest.raises(ValueError, match="1 of 1 examples are empty: 'q'"):
-        encode([asked(contrast=" in")], tokenizer, max_length=start, overlong="truncate")
+def test_half_a_contrast_is_never_scored():
+    """A first token without a token before it is not predicted; then the other side would be scored alone."""
+    bare = make_tokenizer("")
+    for sides in ({"completion": "x", "contrast": "xyz"}, {"completion": "xyz", "contrast": "x"}):
+        with pytest.raises(ValueError, match="1 of 1 examples are empty: 'q'"):
+            encode([asked(prompt="", **sides)], bare, max_length=9, empty="keep")
+    kept = encode([asked(prompt="", completion="x", contrast="y")], bare, max_length=9, empty="keep")
+    assert kept.empty == ("q",) and "1 without a token to predict (they score 0)" in repr(kept)
+    assert kept.only(["q"]).empty == ("q",)
+
+
+def test_a_prompt_that_fills_the_length_leaves_no_contrast(tokenizer):
+    start = int((tokenize(asked(), tokenizer)[1] != IGNORE).nonzero()[0])
+    cut = lambda **more: encode(
+        [asked(contrast=" in")], tokenizer, max_length=start, overlong="truncate", **more
+    )
+    assert cut(empty="keep").empty == ("q",)
+    with pytest.raises(ValueError, match=f"'q' \\(what comes before the loss fills all {start} tokens"):
+        cut()
 
 
 def test_what_is_said_and_remembered_of_contrasts(tokenizer):
