@@ -53,7 +53,8 @@ Overlong: TypeAlias = Annotated[
     str, _option("--overlong", "Longer examples: error, truncate (cut the end) or skip.", _DATA)
 ]
 Empty: TypeAlias = Annotated[
-    str, _option("--empty", "Examples without a token to predict: error, skip or keep.", _DATA)
+    str,
+    _option("--empty", "Examples without a token to predict: error, skip, or keep (they score 0).", _DATA),
 ]
 
 Method: TypeAlias = Annotated[

@@ -96,7 +96,7 @@ def _examples(batch: Batch, loss: Loss, mark: str) -> Examples:
     tokens = getattr(loss, "tokens", None)
     ids = tuple(batch["example_ids"])
     weight = torch.ones(len(ids), dtype=torch.float64)
-    return Examples(ids, 0, 0, weight, tokens(batch) if tokens else None, mark)
+    return Examples(ids, 0, 0, weight, tokens(batch).cpu() if tokens else None, mark)
 
 
 def _directions(model: nn.Module, queries: Block) -> dict[str, Tensor]:

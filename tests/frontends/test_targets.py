@@ -162,9 +162,10 @@ def test_half_a_contrast_is_never_scored():
 
 def test_a_prompt_that_fills_the_length_leaves_no_contrast(tokenizer):
     start = int((tokenize(asked(), tokenizer)[1] != IGNORE).nonzero()[0])
-    cut = lambda **more: encode(
-        [asked(contrast=" in")], tokenizer, max_length=start, overlong="truncate", **more
-    )
+
+    def cut(**more):
+        return encode([asked(contrast=" in")], tokenizer, max_length=start, overlong="truncate", **more)
+
     assert cut(empty="keep").empty == ("q",)
     with pytest.raises(ValueError, match=f"'q' \\(what comes before the loss fills all {start} tokens"):
         cut()
