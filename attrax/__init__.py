@@ -29,6 +29,7 @@ from attrax.core import transformed as transformed
 from attrax.frontends import capture as capture
 from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
+from attrax.frontends import forward_scores as forward_scores
 from attrax.frontends import functional as functional
 from attrax.frontends import live as live
 from attrax.frontends import load_state, save_state

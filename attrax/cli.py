@@ -160,7 +160,7 @@ def _run(
     from attrax.results import run
 
     with _bars(quiet) as track:
-        _, result = run(config, track, before=before, overwrite=overwrite, allow_changed=allow_changed)
+        inputs, result = run(config, track, before=before, overwrite=overwrite, allow_changed=allow_changed)
     if quiet:
         return
     scores = result.scores
@@ -169,6 +169,11 @@ def _run(
         typer.echo(
             f"left out: {len(result.skipped)} examples, listed in {Path(config.out) / 'skipped.jsonl'}"
         )
+    for side in (inputs.train, inputs.query):
+        if side is not None and side.empty:
+            typer.echo(
+                f"without a token to predict, scored 0: {', '.join(side.empty[:5])} ({len(side.empty)} in all)"
+            )
     typer.echo(f"{len(scores)} train examples x {len(scores.query_ids)} queries, {scores.about['unit']}")
     _table(scores, {}, {}, list(scores.query_ids[:3]), 3, lowest=False)
     typer.echo(f"result: {config.out}   (look: attrax top {config.out})")

@@ -22,7 +22,8 @@ Train: TypeAlias = Annotated[
     _option(
         "--train -t",
         "Train data: .jsonl, .json, .csv, .tsv, .parquet or a save_to_disk folder. Columns: text, or prompt and "
-        "completion, or messages; optionally id.",
+        "completion, or messages; optionally id, and target: the only part of the text or completion (a substring, or "
+        "characters [start, end)) that carries loss.",
         _DATA,
     ),
 ]
@@ -30,8 +31,9 @@ Query: TypeAlias = Annotated[
     str | None,
     _option(
         "--query -q",
-        "What to explain, in the same formats. A column 'source' with the ids of known sources adds a comparison with "
-        "BM25 to the report.",
+        "What to explain, in the same formats. A column 'contrast' with another completion of the same prompt asks why "
+        "the one rather than the other: loss(completion) - loss(contrast). A column 'source' with the ids of known "
+        "sources adds a comparison with BM25 to the report.",
         _DATA,
     ),
 ]
@@ -51,7 +53,8 @@ Overlong: TypeAlias = Annotated[
     str, _option("--overlong", "Longer examples: error, truncate (cut the end) or skip.", _DATA)
 ]
 Empty: TypeAlias = Annotated[
-    str, _option("--empty", "Examples without a token to predict: error, skip or keep.", _DATA)
+    str,
+    _option("--empty", "Examples without a token to predict: error, skip, or keep (they score 0).", _DATA),
 ]
 
 Method: TypeAlias = Annotated[

@@ -128,6 +128,11 @@ def load(config: Config) -> Inputs:
         return made
 
     train = tokens(train_records)
+    if train.contrasts:
+        raise ValueError(
+            f"train: example '{next(iter(train.contrasts))}' has a contrast, which only queries have. Drop or rename "
+            "the column 'contrast'."
+        )
     query = tokens(query_records) if query_records else None
     inputs = {"model": f"fingerprint:{fingerprint(dict(model.named_parameters()))}"}
     inputs |= {
@@ -190,7 +195,8 @@ def _limit(config: Config, model: Any, tokenizer: Any) -> int:
 
 def _check_vocabulary(model: Any, data: Encoded) -> None:
     size = model.get_input_embeddings().weight.shape[0]
-    largest = max(int(tokens.max()) for tokens in data.tokens)
+    rows = [tokens for i in range(len(data)) for tokens, _ in data.documents(i)]
+    largest = max(int(tokens.max()) for tokens in rows)
     if largest >= size:
         raise ValueError(
             f"model: the tokenizer makes the token id {largest}, the model knows {size} tokens. Use the model's own "
@@ -201,9 +207,7 @@ def _check_vocabulary(model: Any, data: Encoded) -> None:
 def sources(config: Config, inputs: Inputs, track: Track) -> tuple[Live, Live | None]:
     """Live sources of both sides under one progress bar."""
     passes = _PASSES[config.method]
-    sizes = [
-        sum(len(tokens) for tokens in side.tokens) if side else 0 for side in (inputs.train, inputs.query)
-    ]
+    sizes = [side.size if side else 0 for side in (inputs.train, inputs.query)]
     advance = track(config.method, sum(n * size for n, size in zip(passes, sizes, strict=True)))
     train = _live(config, inputs, inputs.train, advance, verify=True)
     return train, _live(config, inputs, inputs.query, advance) if inputs.query else None

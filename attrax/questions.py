@@ -16,7 +16,7 @@ from torch import Tensor
 from attrax.config import Config
 from attrax.core import Scores
 from attrax.frontends.tablefiles import descending_ranks
-from attrax.frontends.tokens import parts_of
+from attrax.frontends.tokens import Form, aim_of, parts_of
 from attrax.pipeline import Inputs, Result, Track, token_shares
 from attrax.report import Passage, Question, Report, Retrieval
 
@@ -49,7 +49,7 @@ def build_report(config: Config, inputs: Inputs, result: Result, track: Track) -
     ranks = _source_ranks(scores, sources)
     questions = []
     for q, (name, (helpful, harmful)) in enumerate(zip(scores.query_ids, shown, strict=True)):
-        prompt, answer = parts_of(queries[name], config.form) if name in queries else ("", "")
+        prompt, answer = _asked(queries[name], config.form) if name in queries else ("", "")
         both = [tuple(passage(row, q) for row in side) for side in (helpful, harmful)]
         questions.append(Question(name, prompt, answer, both[0], both[1], ranks.get(name, ())))
     return Report(
@@ -62,6 +62,13 @@ def build_report(config: Config, inputs: Inputs, result: Result, track: Track) -
         _retrieval(config, inputs, whole, sources),
         _facts(config, inputs, result),
     )
+
+
+def _asked(record: Mapping[str, Any], form: Form | None) -> tuple[str, str]:
+    """Prompt and answer of a query; the answer says what of it is scored, if not all."""
+    prompt, answer = parts_of(record, form)
+    aim = aim_of(record)
+    return prompt, f"{answer} ({aim})" if aim else answer
 
 
 def known_sources(inputs: Inputs, scores: Scores) -> dict[str, tuple[str, ...]]:

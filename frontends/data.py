@@ -7,13 +7,18 @@ A record is a mapping with a unique string "id" and its file's own columns, whic
     text                 loss on every token
     prompt, completion   loss on the completion's tokens
     messages             a chat in the tokenizer's own template; loss on the assistant's tokens
+
+Two optional columns narrow it down:
+
+    target     a substring of the text or completion, or its characters [start, end): loss on these tokens only
+    contrast   another completion of the same prompt: the loss is loss(completion) - loss(contrast)
 """
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -21,9 +26,11 @@ import torch
 from torch import Tensor
 
 from attrax.frontends.records import read_rows
-from attrax.frontends.tokens import FORMS, IGNORE, Form, forms_of, tokenize
+from attrax.frontends.tokens import FORMS, IGNORE, Form, forms_of, tokenize, tokenize_contrast
 
 Record: TypeAlias = dict[str, Any]
+Document: TypeAlias = tuple[Tensor, Tensor]
+"""Tokens and labels of one row."""
 
 _EXPECTED = "'text', or 'prompt' and 'completion', or 'messages'"
 _REMEDY = {
@@ -85,7 +92,8 @@ def _content_ids(rows: Sequence[Record]) -> list[str]:
     seen: Counter[str] = Counter()
     ids: list[str] = []
     for row in rows:
-        content = {c: row[c] for columns in FORMS.values() for c in columns if row.get(c) is not None}
+        columns = [*(c for columns in FORMS.values() for c in columns), "target", "contrast"]
+        content = {c: row[c] for c in columns if row.get(c) is not None}
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
         name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         seen[name] += 1
@@ -112,6 +120,8 @@ class Encoded:
         labels: Labels of each example, -100 where there is no loss; not shifted.
         skipped: Examples left out, with the reason.
         truncated: Ids of examples that were cut to the maximal length.
+        empty: Ids of examples that were kept without a token to predict: they score 0.
+        contrasts: By example id, tokens and labels of the continuation whose loss is subtracted.
     """
 
     ids: tuple[str, ...]
@@ -119,22 +129,37 @@ class Encoded:
     labels: tuple[Tensor, ...]
     skipped: tuple[Skipped, ...] = ()
     truncated: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+    contrasts: Mapping[str, Document] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __repr__(self) -> str:
-        loss = sum(loss_tokens(labels) for labels in self.labels)
-        size = sum(len(tokens) for tokens in self.tokens)
+        loss = sum(loss_tokens(labels) for i in range(len(self)) for _, labels in self.documents(i))
         kinds = Counter(skip.kind for skip in self.skipped)
-        notes = [f"{count} skipped ({kind})" for kind, count in kinds.items()]
+        notes = [f"{len(self.contrasts)} with a contrast"] if self.contrasts else []
+        notes += [f"{count} skipped ({kind})" for kind, count in kinds.items()]
         notes += [f"{len(self.truncated)} truncated"] if self.truncated else []
-        return ", ".join([f"{len(self)} examples, {size} tokens, {loss} with loss", *notes])
+        notes += [f"{len(self.empty)} without a token to predict (they score 0)"] if self.empty else []
+        return ", ".join([f"{len(self)} examples, {self.size} tokens, {loss} with loss", *notes])
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return sum(len(tokens) for i in range(len(self)) for tokens, _ in self.documents(i))
+
+    def documents(self, i: int) -> tuple[Document, ...]:
+        """Tokens and labels of the i-th example, and those of its contrast if it has one."""
+        contrast = self.contrasts.get(self.ids[i])
+        own = (self.tokens[i], self.labels[i])
+        return (own,) if contrast is None else (own, contrast)
 
     def digest(self) -> str:
         """Hash of all tokens and labels: it changes with the tokenizer, its chat template and the maximal length."""
         state = hashlib.blake2b(digest_size=16)
-        for row in (*self.tokens, *self.labels):
+        contrasts = (row for name in self.ids for row in self.contrasts.get(name, ()))
+        for row in (*self.tokens, *self.labels, *contrasts):
             state.update(len(row).to_bytes(8, "little") + row.numpy().tobytes())
         return f"blake2b:{state.hexdigest()}"
 
@@ -151,7 +176,13 @@ class Encoded:
                 f"only: {len(unknown)} ids are not among the {len(self)} examples, e.g. {unknown[:5]}."
             )
         rows = [place[name] for name in ids]
-        return Encoded(tuple(ids), tuple(self.tokens[i] for i in rows), tuple(self.labels[i] for i in rows))
+        return Encoded(
+            tuple(ids),
+            tuple(self.tokens[i] for i in rows),
+            tuple(self.labels[i] for i in rows),
+            empty=tuple(name for name in ids if name in self.empty),
+            contrasts={name: self.contrasts[name] for name in ids if name in self.contrasts},
+        )
 
 
 def loss_tokens(labels: Tensor) -> int:
@@ -186,26 +217,37 @@ def encode(
     """
     _check_choice("overlong", overlong, ("error", "truncate", "skip"))
     _check_choice("empty", empty, ("error", "skip", "keep"))
-    kept: list[tuple[str, Tensor, Tensor]] = []
+    kept: list[tuple[str, list[Document]]] = []
     skipped: list[Skipped] = []
     truncated: list[str] = []
+    without: list[str] = []
     for record in records:
-        name = record["id"]
-        tokens, labels = tokenize(record, tokenizer, form)
-        if len(tokens) > max_length and overlong != "truncate":
-            skipped.append(Skipped(name, "overlong", f"{len(tokens)} tokens, {max_length} allowed"))
+        name, contrast = record["id"], tokenize_contrast(record, tokenizer, form)
+        whole = [tokenize(record, tokenizer, form), *([contrast] if contrast else [])]
+        longest = max(len(tokens) for tokens, _ in whole)
+        if longest > max_length and overlong != "truncate":
+            skipped.append(Skipped(name, "overlong", f"{longest} tokens, {max_length} allowed"))
             continue
-        if loss_tokens(labels[:max_length]) == 0 and (empty != "keep" or not len(tokens)):
-            skipped.append(Skipped(name, "empty", _why_empty(tokens, labels, max_length)))
+        reasons = [_why_empty(*document, max_length) for document in whole]
+        if any(reasons) and not (empty == "keep" and all(reasons) and len(whole[0][0])):
+            skipped.append(Skipped(name, "empty", reasons[0] or f"contrast: {reasons[1]}"))
             continue
-        truncated += [name] if len(tokens) > max_length else []
-        kept.append((name, tokens[:max_length], labels[:max_length]))
+        without += [name] if any(reasons) else []
+        truncated += [name] if longest > max_length else []
+        kept.append((name, [(tokens[:max_length], labels[:max_length]) for tokens, labels in whole]))
     _refuse(skipped, len(records), {"overlong": overlong, "empty": empty})
     if not kept:
         reasons = "; ".join(f"'{skip.id}': {skip.reason}" for skip in skipped[:3])
         raise ValueError(f"encode: none of {len(records)} examples is left ({reasons}).")
-    ids, tokens, labels = zip(*kept, strict=True)
-    return Encoded(ids, tokens, labels, tuple(skipped), tuple(truncated))
+    return Encoded(
+        tuple(name for name, _ in kept),
+        tuple(rows[0][0] for _, rows in kept),
+        tuple(rows[0][1] for _, rows in kept),
+        tuple(skipped),
+        tuple(truncated),
+        tuple(without),
+        {name: rows[1] for name, rows in kept if len(rows) > 1},
+    )
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -214,8 +256,11 @@ def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def _why_empty(tokens: Tensor, labels: Tensor, max_length: int) -> str:
+    """Why there is nothing to predict in the first `max_length` tokens; "" if there is."""
+    if loss_tokens(labels[:max_length]):
+        return ""
     if loss_tokens(labels):
-        return f"the prompt fills all {max_length} tokens"
+        return f"what comes before the loss fills all {max_length} tokens"
     return "no text" if len(tokens) < 2 else "no answer"
 
 
@@ -249,14 +294,27 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for rows in self.rows:
-            tokens = [self.encoded.tokens[i].long() for i in rows]
-            labels = [self.encoded.labels[i].long() for i in rows]
-            yield {
+            owned = [(k, row) for k, i in enumerate(rows) for row in self.encoded.documents(i)]
+            tokens = [tokens.long() for _, (tokens, _) in owned]
+            labels = [labels.long() for _, (_, labels) in owned]
+            batch = {
                 "input_ids": _padded(tokens, self.pad_id),
                 "attention_mask": _padded([torch.ones_like(x) for x in tokens], 0),
                 "labels": _padded(labels, IGNORE),
                 "example_ids": tuple(self.encoded.ids[i] for i in rows),
             }
+            if len(owned) > len(rows):
+                batch |= _segments([k for k, _ in owned], batch["attention_mask"])
+            yield batch
+
+
+def _segments(owners: Sequence[int], mask: Tensor) -> dict[str, Tensor]:
+    """Whose each row is, and its weight: 1 for an example, -1 for its contrast, which follows it."""
+    owner = torch.tensor(owners)
+    second = torch.cat([owner[:1] < 0, owner[1:] == owner[:-1]])
+    segments = owner.unsqueeze(1).expand(mask.shape)
+    weights = (1 - 2 * second.long()).unsqueeze(1).expand(mask.shape)
+    return {"segment_ids": segments.masked_fill(mask == 0, -1), "token_weights": weights.clone()}
 
 
 def _padded(rows: list[Tensor], value: int) -> Tensor:
@@ -272,17 +330,23 @@ def batches(encoded: Encoded, *, tokens: int = 4096, pad_id: int = 0) -> Batches
         pad_id: Token id on padding; its label is -100.
 
     Returns:
-        Batches with `input_ids`, `attention_mask`, `labels` [B, T] and `example_ids`; every example once.
+        Batches with `input_ids`, `attention_mask`, `labels` [R, T] and `example_ids`; every example once.  An example
+        with a contrast has two rows: such a batch holds `segment_ids` and `token_weights` too (see `causal_lm`).
 
     Raises:
         ValueError: If `tokens` is not positive.
     """
     if tokens < 1:
         raise ValueError(f"batches: tokens: got {tokens}; expected a positive number of tokens a batch.")
-    order = sorted(range(len(encoded)), key=lambda i: -len(encoded.tokens[i]))
-    rows: list[tuple[int, ...]] = []
-    while order:
-        count = max(1, tokens // max(1, len(encoded.tokens[order[0]])))
-        rows.append(tuple(order[:count]))
-        order = order[count:]
-    return Batches(encoded, tuple(rows), pad_id)
+    documents = [encoded.documents(i) for i in range(len(encoded))]
+    lengths = [max(1, *(len(row) for row, _ in rows)) for rows in documents]
+    made: list[list[int]] = []
+    room = 0
+    for i in sorted(range(len(encoded)), key=lambda i: -lengths[i]):
+        count = len(documents[i])
+        if count > room:
+            made.append([])
+            room = max(count, tokens // lengths[i])
+        made[-1].append(i)
+        room -= count
+    return Batches(encoded, tuple(map(tuple, made)), pad_id)

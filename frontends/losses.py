@@ -2,6 +2,9 @@
 
 A loss may offer two more things: ``tokens(batch) -> [B]``, the number of terms per example, and ``sampled(seed)``, the
 same loss with labels drawn from the model (sampled Fisher).  Any plain function will do where they are not needed.
+
+Rows and examples are the same unless a batch says otherwise: ``segment_ids`` [R, T] give the index of the example that
+each token belongs to, -1 for none.  Then one row may hold several examples, and one example may own several rows.
 """
 
 import inspect
@@ -11,13 +14,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from attrax.core.random import stream_key, uniform
 
 IGNORE = -100
-
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 Loss: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -38,6 +41,38 @@ def token_losses(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) ->
     return flat.view(targets.shape)
 
 
+def causal_targets(batch: Mapping[str, Any]) -> Int[Tensor, "R T"]:
+    """What every position predicts, -100 for nothing.
+
+    Padding on the left predicts nothing, and no token predicts the next where another example begins.
+
+    >>> batch = {"labels": torch.tensor([[5, 6, 7, 8]]), "segment_ids": torch.tensor([[0, 0, 1, 1]])}
+    >>> causal_targets(batch)
+    tensor([[   6, -100,    8, -100]])
+    """
+    targets, mask, segments = shifted(batch["labels"]), batch.get("attention_mask"), batch.get("segment_ids")
+    if isinstance(mask, Tensor) and mask.shape == targets.shape:
+        targets = targets.masked_fill(mask == 0, IGNORE)
+    if segments is not None:
+        alone = (segments < 0) | (segments != segments.roll(-1, 1))
+        targets = targets.masked_fill(alone, IGNORE)
+    return targets
+
+
+def by_example(values: Shaped[Tensor, "R T"], batch: Mapping[str, Any]) -> Shaped[Tensor, " E"]:
+    """Sum over the tokens of each example: over each row, or over each segment if the batch has `segment_ids`.
+
+    >>> batch = {"segment_ids": torch.tensor([[0, 1, 1], [1, -1, -1]]), "example_ids": ("a", "b")}
+    >>> by_example(torch.tensor([[1, 2, 3], [4, 5, 6]]), batch)
+    tensor([1, 9])
+    """
+    if "segment_ids" not in batch:
+        return values.sum(1)
+    E, segments = len(batch["example_ids"]), batch["segment_ids"]
+    place = segments.where(segments >= 0, E).flatten()
+    return values.new_zeros(E + 1).index_add(0, place, values.flatten())[:E]
+
+
 @dataclass(frozen=True)
 class CausalLM:
     """Next-token loss of a causal language model, summed over an example's labeled tokens; made by `causal_lm`.
@@ -48,26 +83,23 @@ class CausalLM:
 
     seed: int | None = None
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], /) -> Float[Tensor, " B"]:
-        """Forward pass and per-example loss; `batch` holds input_ids, labels and optionally attention_mask."""
-        inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], /) -> Float[Tensor, " E"]:
+        """Forward pass and per-example loss; see `causal_lm` for what `batch` holds."""
+        inputs = {k: batch[k] for k in _INPUTS if k in batch}
         output = model(**inputs, **left_padded_positions(model, inputs))
         logits = output if isinstance(output, Tensor) else output.logits
-        targets = self._targets(batch)
+        targets = causal_targets(batch)
         if self.seed is not None:
-            targets = sample_targets(logits.detach(), targets, batch["example_ids"], self.seed)
-        return token_losses(logits, targets).sum(1)
+            ids, segments = batch["example_ids"], batch.get("segment_ids")
+            targets = sample_targets(logits.detach(), targets, ids, self.seed, segments)
+        losses = token_losses(logits, targets)
+        if "token_weights" in batch:
+            losses = losses * batch["token_weights"].to(losses.dtype).roll(-1, 1)
+        return by_example(losses, batch)
 
-    def tokens(self, batch: Mapping[str, Any]) -> Int[Tensor, " B"]:
+    def tokens(self, batch: Mapping[str, Any]) -> Int[Tensor, " E"]:
         """Number of predicted tokens per example."""
-        return (self._targets(batch) != IGNORE).sum(1)
-
-    def _targets(self, batch: Mapping[str, Any]) -> Int[Tensor, "B T"]:
-        """Next tokens, predicted at real positions only: a pad on the left predicts nothing."""
-        targets, mask = shifted(batch["labels"]), batch.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.shape != targets.shape:
-            return targets
-        return targets.masked_fill(mask == 0, IGNORE)
+        return by_example((causal_targets(batch) != IGNORE).long(), batch)
 
     def sampled(self, seed: int) -> "CausalLM":
         """The same loss with every label replaced by a sample from the model."""
@@ -90,7 +122,23 @@ def left_padded_positions(model: nn.Module, inputs: Mapping[str, Any]) -> dict[s
 
 
 def causal_lm() -> CausalLM:
-    """Next-token cross-entropy for batches of input_ids, labels (-100 = no loss, not shifted) and attention_mask."""
+    """Next-token cross-entropy, summed over each example's labeled tokens.
+
+    A batch holds `input_ids` and `labels` [R, T] (-100 = no loss, not shifted), and may hold:
+
+        attention_mask   [R, T], or [R, 1, T, T] for rows with several documents, passed to the model as it is
+        position_ids     [R, T]
+        segment_ids      [R, T], for every token the index of its example in `example_ids`, -1 for none
+        token_weights    [R, T], factor of each label's loss, e.g. -1 for a continuation to be subtracted
+
+    Returns:
+        The loss: ``loss(model, batch) -> [E]``, E the number of rows, or of `example_ids` if there are `segment_ids`.
+
+    >>> batch = {"input_ids": torch.tensor([[0, 1, 0, 1]]), "labels": torch.tensor([[0, 1, 0, 1]]),
+    ...          "segment_ids": torch.tensor([[0, 0, 1, 1]]), "example_ids": ("a", "b")}
+    >>> causal_lm().tokens(batch)
+    tensor([1, 1])
+    """
     return CausalLM()
 
 
@@ -126,23 +174,30 @@ def classification(x: str = "x", y: str = "y") -> Classification:
 
 
 def sample_targets(
-    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], ids: Sequence[str], seed: int
-) -> Int[Tensor, "B T"]:
+    logits: Float[Tensor, "R T V"],
+    targets: Int[Tensor, "R T"],
+    ids: Sequence[str],
+    seed: int,
+    segments: Int[Tensor, "R T"] | None = None,
+) -> Int[Tensor, "R T"]:
     """Labels drawn from the model at every loss position, by inverse CDF.
 
-    The draw of example i at its k-th loss position depends only on (seed, id, k): not on batch, order or padding.
+    The draw of an example at its k-th loss position depends only on (seed, id, k): not on batch, order or padding, nor
+    on the documents it shares a row with.
 
     >>> logits = torch.tensor([[[0.0, 50.0], [50.0, 0.0]]])
     >>> sample_targets(logits, torch.tensor([[0, -100]]), ["x"], seed=0)
     tensor([[   1, -100]])
     """
     marked = targets != IGNORE
-    draws = torch.zeros(targets.shape, dtype=torch.float64)
-    for row, (name, mask) in enumerate(zip(ids, marked.cpu(), strict=True)):
-        count = int(mask.sum())
-        draws[row, mask] = torch.from_numpy(uniform(stream_key(seed, "labels", name), 0, count))
+    owners = torch.arange(len(targets)).unsqueeze(1).expand(targets.shape) if segments is None else segments
+    owner = owners.to(marked.device)[marked].cpu()
+    draws = torch.empty(len(owner), dtype=torch.float64)
+    for example, name in enumerate(ids):
+        mine = owner == example
+        draws[mine] = torch.from_numpy(uniform(stream_key(seed, "labels", name), 0, int(mine.sum())))
     cdf = logits[marked].double().softmax(-1).cumsum(-1)
-    picked = torch.searchsorted(cdf, draws.to(logits.device)[marked].unsqueeze(-1) * cdf[:, -1:], right=True)
+    picked = torch.searchsorted(cdf, draws.to(logits.device).unsqueeze(-1) * cdf[:, -1:], right=True)
     out = targets.clone()
     out[marked] = picked.squeeze(-1).clamp_max(logits.shape[-1] - 1)
     return out

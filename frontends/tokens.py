@@ -3,6 +3,11 @@
 Tokens are those of the tokenizer and of its chat template, unchanged.  A completion is tokenized together with its
 prompt, as the model reads it, and no end-of-text token follows it unless the data spell one out.  Labels are not
 shifted; -100 marks tokens without a loss.
+
+Two more columns say what of an example carries the loss:
+
+    target     with a text or completion: only this part of it, as a substring or as characters [start, end)
+    contrast   with prompt and completion: another completion, whose loss is subtracted
 """
 
 import json
@@ -32,6 +37,17 @@ def forms_of(record: Mapping[str, Any]) -> list[Form]:
     ['completion']
     """
     return [form for form, columns in FORMS.items() if all(record.get(c) is not None for c in columns)]
+
+
+def aim_of(record: Mapping[str, Any]) -> str:
+    """What the columns `target` and `contrast` ask for, in words; "" without them.
+
+    >>> aim_of({"prompt": "2 + 2 =", "completion": " 4", "contrast": " 5"})
+    "rather than ' 5'"
+    """
+    if record.get("contrast") is not None:
+        return f"rather than {record['contrast']!r}"
+    return "" if record.get("target") is None else f"target: {record['target']!r}"
 
 
 def parts_of(record: Mapping[str, Any], form: Form | None = None) -> tuple[str, str]:
@@ -130,24 +146,112 @@ def tokenize(record: Mapping[str, Any], tokenizer: Any, form: Form | None = None
         Token ids and labels, 1-D int32.
 
     Raises:
-        ValueError: If the record is not of its form, or the chat template fails or hides where the answer begins.
+        ValueError: If the record is not of its form, the chat template fails or hides where the answer begins, or the
+            target is not one part of the answer.
     """
     match form_of(record, form):
         case "text":
-            ids = torch.tensor(
-                tokenizer(_text(record, "text"), verbose=False)["input_ids"], dtype=torch.int32
-            )
-            return ids, ids.clone()
+            text = _text(record, "text")
+            ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int32)
+            return ids, _within_target(record, tokenizer, "", text, ids)
         case "completion":
-            return _tokenize_completion(record, tokenizer)
+            prompt, completion = _text(record, "prompt"), _text(record, "completion")
+            ids, labels = _tokenize_completion(prompt, completion, tokenizer)
+            return ids, _within_target(record, tokenizer, prompt, completion, labels)
         case _:
+            if record.get("target") is not None:
+                raise _misplaced(record, "target", "a text, or of prompt and completion, not of a chat")
             return _tokenize_chat(record, tokenizer)
 
 
-def _tokenize_completion(record: Mapping[str, Any], tokenizer: Any) -> tuple[Tensor, Tensor]:
-    prompt, completion = _text(record, "prompt"), _text(record, "completion")
+def tokenize_contrast(
+    record: Mapping[str, Any], tokenizer: Any, form: Form | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Tokens and labels of the prompt with the completion under `contrast`; None if the record has no contrast.
+
+    Args:
+        record: A record of `attrax.frontends.data.read_examples`.
+        tokenizer: A Hugging Face tokenizer.
+        form: How to read the record; needed only if its columns leave a choice.
+
+    Returns:
+        Token ids and labels, 1-D int32, or None.
+
+    Raises:
+        ValueError: If there is no completion to compare with, one of the two is empty, or the record has a target too.
+    """
+    if record.get("contrast") is None:
+        return None
+    if form_of(record, form) != "completion":
+        raise _misplaced(record, "contrast", "prompt and completion")
+    if record.get("target") is not None:
+        raise _misplaced(record, "contrast", "a whole completion, but there is a 'target' too")
+    sides = {column: _text(record, column) for column in ("completion", "contrast")}
+    for column, text in sides.items():
+        if not text:
+            raise ValueError(
+                f"encode: example '{record['id']}': column '{column}' is empty; a contrast compares two continuations. "
+                "Write both, or leave the contrast out (null)."
+            )
+    return _tokenize_completion(_text(record, "prompt"), sides["contrast"], tokenizer)
+
+
+def _misplaced(record: Mapping[str, Any], column: str, place: str) -> ValueError:
+    return ValueError(
+        f"encode: example '{record['id']}': a column '{column}' is for records of {place}; it has {sorted(record)}. "
+        "Drop or rename a column."
+    )
+
+
+def _tokenize_completion(prompt: str, completion: str, tokenizer: Any) -> tuple[Tensor, Tensor]:
     ids = _unended(prompt + completion, tokenizer)
     return _labeled(ids, _common(ids, _unended(prompt, tokenizer)), len(ids))
+
+
+def _within_target(
+    record: Mapping[str, Any], tokenizer: Any, prompt: str, answer: str, labels: Tensor
+) -> Tensor:
+    """Labels of the tokens that hold characters of the target; all labels if there is no target."""
+    if record.get("target") is None:
+        return labels.clone()
+    start, end = (len(prompt) + place for place in target_span(record, answer))
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"encode: example '{record['id']}': a target needs a tokenizer that says which characters a token stands "
+            f"for; {type(tokenizer).__name__} does not. Load the fast tokenizer (use_fast=True)."
+        )
+    places = tokenizer(prompt + answer, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    inside = [first < end and last > start for first, last in places[: len(labels)]]
+    return labels.masked_fill(~torch.tensor(inside, dtype=torch.bool), IGNORE)
+
+
+def target_span(record: Mapping[str, Any], answer: str) -> tuple[int, int]:
+    """Where in the answer the record's target is, as characters [start, end).
+
+    Raises:
+        ValueError: If the target is not in the answer, or more than once.
+
+    >>> target_span({"id": "a", "target": "4"}, " 2 + 2 = 4")
+    (9, 10)
+    """
+    target = record["target"]
+    if isinstance(target, str):
+        places = (
+            [found.start() for found in re.finditer(f"(?={re.escape(target)})", answer)] if target else []
+        )
+        if len(places) == 1:
+            return places[0], places[0] + len(target)
+        found = f"occurs {len(places)} times in" if places else "is not in"
+        wrong = f"{target!r} {found} {answer!r:.60}" if target else "is empty"
+    else:
+        pair = isinstance(target, list | tuple) and len(target) == 2 and all(type(x) is int for x in target)
+        if pair and 0 <= target[0] < target[1] <= len(answer):
+            return target[0], target[1]
+        wrong = f"{target!r} is not a part of {len(answer)} characters"
+    raise ValueError(
+        f"encode: example '{record['id']}': target {wrong}; expected one part of the text or completion: a substring "
+        "that occurs once, or characters [start, end). If the column 'target' means something else, rename it."
+    )
 
 
 def _unended(text: str, tokenizer: Any) -> list[int]:

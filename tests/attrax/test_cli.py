@@ -24,7 +24,7 @@ from attrax.frontends.tables import read_joined, read_scores
 from attrax.methods import ekfac, gradcos, graddot, kfac, logra, self_influence
 from attrax.methods.kfac import fit_ekfac, influence, preconditioned
 from attrax.pipeline import load, score, token_shares
-from attrax.questions import token_texts
+from attrax.questions import build_report, token_texts
 from attrax.results import preview
 
 TRAIN = [
@@ -472,7 +472,14 @@ def test_help_has_an_example(call, command):
 
 def test_help_states_sign_defaults_and_units(call):
     text = " ".join(good(call("score", "--help")).output.split())
-    for expected in ("positive score means", "Default: 0.1", "[default: ekfac]", "mean eigenvalue"):
+    for expected in (
+        "positive score means",
+        "Default: 0.1",
+        "[default: ekfac]",
+        "mean eigenvalue",
+        "[start,",
+        "loss(contrast)",
+    ):
         assert expected in text
     assert "torch" in good(call("--version")).output
 
@@ -528,3 +535,65 @@ def test_defaults_of_the_command_are_those_of_the_settings(files):
     for name, parameter in inspect.signature(command).parameters.items():
         if name not in ("quiet", "overwrite", "model", "train", "out", "query"):
             assert parameter.default == getattr(plain, name), name
+
+
+def asked(tmp_path, *rows):
+    """A query file; ids are q0, q1, …"""
+    base = {"prompt": "in the harbor they sell", "completion": " rope"}
+    return lines(tmp_path / "asked.jsonl", [base | {"id": f"q{i}"} | row for i, row in enumerate(rows)])
+
+
+def scored(call, tmp_path, *words):
+    good(call(*BASE, "-q", tmp_path / "asked.jsonl", "--no-html", "--dtype", "float64", *words))
+    return read_scores(tmp_path / "out/scores.parquet").values
+
+
+def test_targets_of_a_completion_add_up_to_it(call, tmp_path, assert_close):
+    asked(tmp_path, {}, {"target": [0, 3]}, {"target": "pe"})
+    whole, first, second = scored(call, tmp_path, "--method", "graddot").T
+    assert_close(first + second, whole, scale=1e3)
+    assert first.any() and second.any()
+
+
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="live sources take one row an example")
+def test_a_contrast_is_the_difference_of_two_queries(call, tmp_path, assert_close):
+    asked(tmp_path, {}, {"completion": " bells"}, {"contrast": " bells"})
+    rope, bells, rather = scored(call, tmp_path, "--method", "ekfac").T
+    assert_close(rather, rope - bells, scale=1e3)
+
+
+def test_the_report_says_what_of_a_query_is_scored(call, files, tmp_path):
+    path = asked(tmp_path, {"target": "rope"}, {})
+    config = configured(
+        {"model": str(files / "model"), "train": str(files / "train.jsonl")}
+        | {"out": "out"}
+        | {"query": str(path), "method": "graddot"}
+    )
+    inputs = load(config)
+    result = score(config, inputs, lambda label, total: lambda count: None)
+    shown = build_report(config, inputs, result, lambda label, total: lambda count: None).questions
+    assert [q.answer for q in shown] == [" rope (target: 'rope')", " rope"]
+
+
+def test_mistakes_in_targets_and_contrasts(call, tmp_path):
+    asked(tmp_path, {"target": "tar"})
+    ask = (*BASE, "-q", tmp_path / "asked.jsonl")
+    assert "example 'q0': target 'tar' is not in ' rope'" in refused(call(*ask))
+    asked(tmp_path, {"contrast": ""})
+    assert "column 'contrast' is empty" in refused(call(*ask))
+    asked(tmp_path, {"contrast": " tar"})
+    assert "which only queries have" in refused(call(*ASK, "-t", tmp_path / "asked.jsonl"))
+
+
+@pytest.mark.parametrize("method", ["graddot", "gradcos", "ekfac", "logra"])
+def test_examples_without_a_token_to_predict_score_zero_and_are_named(call, tmp_path, method):
+    lines(tmp_path / "train.jsonl", [{"id": "void", "text": ""}, *TRAIN])
+    lines(tmp_path / "query.jsonl", [*QUERY, {"id": "nothing", "prompt": "who", "completion": ""}])
+    words = ("-t", tmp_path / "train.jsonl", "-q", tmp_path / "query.jsonl", "--method", method)
+    assert "1 of 7 examples are empty: 'void' (no text)" in refused(call(*ALOUD, *words))
+    output = good(call(*ALOUD, *words, "--empty", "keep")).output
+    assert "scored 0: void (1 in all)" in output and "scored 0: nothing (1 in all)" in output
+    found = read_scores(tmp_path / "out/scores.parquet")
+    assert found.values.isfinite().all() and found.values[1:, :2].any()
+    assert not found.example("void").values.any() and not found.query("nothing").values.any()
+    assert len(found) == 7

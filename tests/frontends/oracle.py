@@ -66,4 +66,4 @@ def assert_gradients(
 
 def flat(grads: Mapping[str, Tensor]) -> Tensor:
     """All parameters of each example, [B, P], by sorted name."""
-    return torch.cat([grads[n].flatten(1) for n in sorted(grads)], 1)
+    return torch.cat([grads[n].reshape(len(grads[n]), -1) for n in sorted(grads)], 1)

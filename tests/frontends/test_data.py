@@ -347,7 +347,7 @@ def test_empty_examples():
 def test_a_prompt_that_fills_the_length_is_empty(tokenizer):
     records = [{"id": "a", "prompt": "xxxxxxx", "completion": "y"}, {"id": "b", "text": "z"}]
     left = encode(records, tokenizer, max_length=6, overlong="truncate", empty="skip")
-    assert left.ids == ("b",) and left.skipped[0].reason == "the prompt fills all 6 tokens"
+    assert left.ids == ("b",) and left.skipped[0].reason == "what comes before the loss fills all 6 tokens"
 
 
 def test_batches_lose_nothing_and_keep_the_budget(tokenizer):

@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attrax.frontends import causal_lm, classification
-from attrax.frontends.losses import left_padded_positions, sample_targets, shifted, token_losses
+from attrax.frontends.losses import (
+    causal_targets,
+    left_padded_positions,
+    sample_targets,
+    shifted,
+    token_losses,
+)
 from attrax.frontends.rows import with_ids
 
 from .models import VOCAB, TinyLM, classes, documents, seeded
@@ -131,3 +137,84 @@ def test_a_sampled_loss_keeps_positions_and_counts(rng):
     assert torch.equal(sampled.tokens(batch), causal_lm().tokens(batch))
     assert not torch.equal(sampled(model, batch), causal_lm()(model, batch))
     assert torch.equal(sampled(model, batch), causal_lm().sampled(4)(model, batch))
+
+
+def rows_of(documents_, owners, weights=None):
+    """One row a document, padded on the right, owned by the given examples."""
+    width = max(len(d) for d in documents_)
+    pad = lambda d, value: F.pad(d, (0, width - len(d)), value=value)  # noqa: E731
+    batch = {
+        "input_ids": torch.stack([pad(d, 0) for d in documents_]),
+        "labels": torch.stack([pad(d, -100) for d in documents_]),
+        "attention_mask": torch.stack([pad(torch.ones_like(d), 0) for d in documents_]),
+        "example_ids": tuple(f"e{i}" for i in range(max(owners) + 1)),
+    }
+    owner = torch.tensor(owners)[:, None].expand(-1, width)
+    batch["segment_ids"] = owner.masked_fill(batch["attention_mask"] == 0, -1)
+    if weights is not None:
+        batch["token_weights"] = torch.tensor(weights)[:, None].expand(-1, width)
+    return batch
+
+
+def texts(rng, *lengths):
+    return [torch.randint(1, VOCAB, (n,), generator=rng) for n in lengths]
+
+
+def test_an_example_of_several_rows_has_the_sum_of_their_losses(rng):
+    model, docs = seeded(TinyLM), texts(rng, 5, 3, 6)
+    alone = torch.cat([causal_lm()(model, {"input_ids": d[None], "labels": d[None]}) for d in docs])
+    batch = rows_of(docs, [0, 1, 0])
+    torch.testing.assert_close(causal_lm()(model, batch), torch.stack([alone[0] + alone[2], alone[1]]))
+    assert causal_lm().tokens(batch).tolist() == [9, 2]
+
+
+def test_token_weights_are_those_of_the_predicted_token(rng):
+    model, docs = seeded(TinyLM), texts(rng, 5, 3)
+    alone = torch.cat([causal_lm()(model, {"input_ids": d[None], "labels": d[None]}) for d in docs])
+    difference = causal_lm()(model, rows_of(docs, [0, 0], [1, -1]))
+    torch.testing.assert_close(difference, (alone[0] - alone[1])[None])
+    logits = model(docs[0][None])[0]
+    right = 0.5 * F.cross_entropy(logits[1], docs[0][2]) - 2 * F.cross_entropy(logits[3], docs[0][4])
+    weights = torch.tensor([[9.0, 0, 0.5, 0, -2]])
+    weighed = {"input_ids": docs[0][None], "labels": docs[0][None], "token_weights": weights}
+    torch.testing.assert_close(causal_lm()(model, weighed), right[None])
+
+
+def test_no_token_predicts_across_a_boundary():
+    labels = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2, 3]])
+    segments = torch.tensor([[0, 0, 0, 1, 1, -1], [-1, -1, 2, 2, 0, 0]])
+    batch = {"labels": labels, "segment_ids": segments, "example_ids": ("a", "b", "c")}
+    assert causal_targets(batch).tolist() == [
+        [2, 3, -100, 5, -100, -100],
+        [-100, -100, 1, -100, 3, -100],
+    ]
+    assert causal_lm().tokens(batch).tolist() == [3, 1, 1]
+
+
+def test_an_example_without_tokens_has_no_loss(rng):
+    model, docs = seeded(TinyLM), texts(rng, 4)
+    batch = rows_of(docs, [1])
+    losses = causal_lm()(model, batch)
+    assert losses[0] == 0 and losses[1] > 0 and causal_lm().tokens(batch).tolist() == [0, 3]
+
+
+def test_sampled_labels_do_not_depend_on_who_shares_the_row():
+    alone = sample_targets(torch.zeros(2, 5, VOCAB), torch.ones(2, 5, dtype=torch.long), ["a", "b"], seed=0)
+    segments = torch.tensor([[1, 1, 0, 0, 0, 1], [0, 0, 1, 1, -1, -1]])
+    targets = torch.where(segments >= 0, 1, -100)
+    drawn = sample_targets(torch.zeros(2, 6, VOCAB), targets, ["a", "b"], 0, segments)
+    assert torch.equal(drawn < 0, targets < 0)
+    assert torch.equal(drawn[segments == 0], alone[0]) and torch.equal(drawn[segments == 1], alone[1])
+
+
+def test_masks_of_four_axes_and_positions_are_passed_as_they_are(rng):
+    class Seen(nn.Module):
+        def forward(self, input_ids, attention_mask, position_ids):
+            self.inputs = (attention_mask, position_ids)
+            return torch.zeros(*input_ids.shape, VOCAB)
+
+    model, ids = Seen(), torch.ones(1, 3, dtype=torch.long)
+    mask, positions = torch.zeros(1, 1, 3, 3), torch.tensor([[0, 1, 0]])
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask, "position_ids": positions}
+    causal_lm()(model, batch)
+    assert model.inputs[0] is mask and model.inputs[1] is positions
