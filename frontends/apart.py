@@ -56,16 +56,10 @@ def _put_apart(source: "Live", found: Mapping[str, str], error: RuntimeError) ->
 
 
 def gradients_apart(source: "Live", batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Gradients [B, ...] of some parameters, by autograd of each example by itself.
-
-    Examples that share sequences with others (``segment_ids``) are differentiated within their batch.
-    """
+    """Gradients [B, ...] of some parameters, by autograd of each example by itself."""
     parameters = {n: p for n, p in source.model.named_parameters() if n in names}
-    rows: list[dict[str, Tensor]] = []
-    for i in range(len(batch["example_ids"])):
-        packed = "segment_ids" in batch
-        single = batch if packed else pick(batch, torch.tensor([i]))
-        rows.append(autograd_gradients(source, single, i if packed else None, names))
+    singles = (pick(batch, torch.tensor([i])) for i in range(len(batch["example_ids"])))
+    rows = [autograd_gradients(source, single, names) for single in singles]
     return {
         n: torch.stack([row[n] if n in row else torch.zeros_like(p) for row in rows])
         for n, p in parameters.items()

@@ -22,6 +22,7 @@ from attrax.core.tree import target_scale
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode
+from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.rows import Batch, for_loss, with_ids
 
 
@@ -119,7 +120,7 @@ def _products(
     at = {name: named[name].detach() for name in directions}
 
     def losses(parameters: dict[str, Tensor]) -> Tensor:
-        with _replaced(model, {named[n]: p for n, p in parameters.items()}):
+        with replaced(slots(model, {named[n]: p for n, p in parameters.items()})):
             return loss(model, batch)
 
     def along(direction: dict[str, Tensor]) -> Tensor:
@@ -133,19 +134,6 @@ def _products(
             one = {name: v[0] for name, v in some.items()}
             found.append(vmap(along, out_dims=-1)(some) if at_once > 1 else along(one).unsqueeze(-1))
     return torch.cat(found, -1)
-
-
-@contextlib.contextmanager
-def _replaced(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Other tensors in the place of parameters wherever modules hold them (`functional_call` breaks shared modules)."""
-    slots = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p in values]
-    try:
-        for module, key, p in slots:
-            module._parameters[key] = values[p]  # type: ignore[assignment]
-        yield
-    finally:
-        for module, key, p in slots:
-            module._parameters[key] = p
 
 
 @contextlib.contextmanager

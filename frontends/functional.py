@@ -4,19 +4,21 @@ Any parameter of any model that `torch.func` can trace, at a memory cost of B co
 and as the oracle of every other source.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from attrax.core import Examples, materialized
 from attrax.core.source import Visit
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
+from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.rows import for_loss, pick, with_ids
 
 T = TypeVar("T")
@@ -55,6 +57,10 @@ class Functional:
     def _parameters(self) -> dict[str, Tensor]:
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
+    def _at(self, parameters: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        named = dict(self.model.named_parameters())
+        return replaced(slots(self.model, {named[n]: p for n, p in parameters.items()}))
+
     def _vmapped(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         B = len(batch["example_ids"])
         mapped = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim and v.shape[0] == B}
@@ -62,7 +68,8 @@ class Functional:
 
         def one(parameters: dict[str, Tensor], row: dict[str, Tensor]) -> Tensor:
             single = {k: v.unsqueeze(0) for k, v in row.items()}
-            return self.loss(_Bound(self.model, parameters), fixed | single).sum()
+            with self._at(parameters):
+                return self.loss(self.model, fixed | single).sum()
 
         return vmap(grad(one), in_dims=(None, 0))(self._parameters(), mapped)
 
@@ -72,23 +79,11 @@ class Functional:
             single = pick(batch, torch.tensor([i]))
 
             def one(parameters: dict[str, Tensor], single: Mapping[str, Any] = single) -> Tensor:
-                return self.loss(_Bound(self.model, parameters), for_loss(single, self.loss)).sum()
+                with self._at(parameters):
+                    return self.loss(self.model, for_loss(single, self.loss)).sum()
 
             rows.append(grad(one)(self._parameters()))
         return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
-
-
-class _Bound(nn.Module):
-    """The model at given parameters, as a loss sees it."""
-
-    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        object.__setattr__(
-            self, "_call", lambda *args, **kwargs: functional_call(model, dict(parameters), args, kwargs)
-        )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)  # type: ignore[operator]
 
 
 def functional(

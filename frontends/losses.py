@@ -115,10 +115,19 @@ def left_padded_positions(model: nn.Module, inputs: Mapping[str, Any]) -> dict[s
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or "position_ids" in inputs:
         return {}
-    known = "position_ids" in inspect.signature(model.forward).parameters
-    if not known or not bool((mask[:, 1:] > mask[:, :-1]).any()):
+    if "position_ids" not in inspect.signature(model.forward).parameters or not _may_start_late(mask):
         return {}
-    return {"position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)}
+    late = (mask[:, 1:] > mask[:, :-1]).any(1, keepdim=True)
+    counted = (mask.long().cumsum(1) - 1).clamp_min(0)
+    return {"position_ids": torch.where(late, counted, torch.arange(mask.shape[1], device=mask.device))}
+
+
+def _may_start_late(mask: Int[Tensor, "B T"]) -> bool:
+    """Whether some row starts with padding; under `torch.func.vmap`, where nothing can be read, it may."""
+    try:
+        return bool((mask[:, 1:] > mask[:, :-1]).any())
+    except RuntimeError:
+        return True
 
 
 def causal_lm() -> CausalLM:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attrax.core import Leaf, materialized
 from attrax.core.pytree import tree_map
+from attrax.frontends.parameters import replaced
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,18 @@ class Recorded:
             grads: Gradients of the outputs that were tapped, in order.
 
         """
-        with self.moment.again():
+        with self.moment.again(), _restored(self.module):
             found = None if self.moment.random is not None else self._vmapped(tensors, grads)
             found = self._repeated(tensors, grads) if found is None else found
         return {name: materialized(name, w.detach()) for name, w in found.items()}
 
     def _forward(self, parameters: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = tree_map(lambda x: tensors[x.index] if isinstance(x, Place) else x, self.arguments)
-        state = {n: b.clone() for n, b in self.module.named_buffers()} | dict(parameters)
-        return tapped(functional_call(self.module, state, args, kwargs, tie_weights=False))
+        with replaced({owner(self.module, name): p for name, p in parameters.items()}):
+            return tapped(self.module(*args, **kwargs))
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {name: parameter(self.module, name).detach() for name in self.names}
+        return {name: getattr(*owner(self.module, name)).detach() for name in self.names}
 
     def _vmapped(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Tensor] | None:
         places, axes = self.axes[: len(tensors)], self.axes[len(tensors) :]
@@ -181,12 +182,21 @@ def _floats(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def parameter(module: nn.Module, path: str) -> Tensor:
-    """A parameter by attribute path."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        module = getattr(module, parent)
-    return getattr(module, name)
+def owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and the name it has there, by attribute path."""
+    parent, _, name = path.rpartition(".")
+    return module.get_submodule(parent), name
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """A module whose buffers (running statistics) are after the context as they were before it."""
+    before = [(b, b.clone()) for b in module.buffers()] if module.training else []
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def _only(g: Tensor, axis: int, i: int) -> Tensor:

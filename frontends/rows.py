@@ -32,12 +32,26 @@ def with_ids(batch: Batch) -> Batch:
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim > 0 and k not in POSITIONAL}
     if not tensors:
         raise ValueError(f"live: a batch holds no tensor with a batch axis; it has {sorted(batch)}.")
-    rows = next(iter(tensors.values())).shape[0]
     own = batch.get("example_ids")
+    if isinstance(batch.get("segment_ids"), Tensor):
+        return {**batch, "example_ids": _packed_ids(batch["segment_ids"], own)}
+    rows = next(iter(tensors.values())).shape[0]
     ids = ContentIds(content_ids(tensors, mask=batch.get("attention_mask"))) if own is None else as_ids(own)
     if len(ids) != rows:
         raise ValueError(f"live: a batch has {len(ids)} ids for {rows} rows.")
     return {**batch, "example_ids": ids}
+
+
+def _packed_ids(segments: Tensor, own: Iterable[object] | None) -> tuple[str, ...]:
+    """Ids of a batch whose rows hold several examples, or parts of them."""
+    highest = int(segments.max()) if segments.numel() else -1
+    ids = () if own is None else as_ids(own)
+    if highest >= len(ids):
+        raise ValueError(
+            f"live: segment_ids speak of example {highest}, and the batch has {len(ids)} ids. A packed batch needs "
+            "example_ids, one for each example its segment_ids count."
+        )
+    return ids
 
 
 def for_loss(batch: Batch, loss: object) -> dict[str, Any]:
@@ -60,14 +74,33 @@ def as_ids(values: Iterable[object]) -> tuple[str, ...]:
 
 
 def pick(batch: Batch, rows: Tensor) -> Batch:
-    """Some rows of a batch, by index or mask: of every tensor and list as long as the batch, and of the ids."""
+    """Some examples of a batch, by index or mask: rows of every tensor and list as long as the batch, and the ids.
+
+    Of a packed batch, the sequences that hold any of the examples; positions of the others belong to none then.
+    """
     B = len(batch["example_ids"])
     index = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+    ids = tuple(batch["example_ids"][i] for i in index.tolist())
+    segments = batch.get("segment_ids")
+    if isinstance(segments, Tensor):
+        place = torch.full((B + 1,), -1, dtype=segments.dtype, device=segments.device)
+        place[index.to(segments.device)] = torch.arange(
+            len(index), dtype=segments.dtype, device=segments.device
+        )
+        moved = place[segments]
+        kept = (moved >= 0).any(1)
+        return _taken({**batch, "segment_ids": moved}, len(segments), kept.nonzero().flatten()) | {
+            "example_ids": ids
+        }
+    return _taken(batch, B, index) | {"example_ids": type(batch["example_ids"])(ids)}
+
+
+def _taken(batch: Batch, length: int, index: Tensor) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for k, v in batch.items():
-        if isinstance(v, Tensor) and v.ndim and v.shape[0] == B:
+        if isinstance(v, Tensor) and v.ndim and v.shape[0] == length:
             out[k] = v[index.to(v.device)]
-        elif isinstance(v, list | tuple) and len(v) == B:
+        elif isinstance(v, list | tuple) and len(v) == length and k != "example_ids":
             out[k] = type(v)([v[i] for i in index.tolist()])
         else:
             out[k] = v

@@ -23,7 +23,7 @@ from attrax.frontends.hooks import hook
 from attrax.frontends.layout import Layout, permuted
 from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
 from attrax.frontends.placing import LayoutError, Placing
-from attrax.frontends.recompute import parameter, with_tapped
+from attrax.frontends.recompute import owner, with_tapped
 from attrax.frontends.taps import Mark, Tap, origins, saved_inputs
 
 
@@ -236,7 +236,7 @@ class Tape:
             self._random[layer.path] = torch.get_rng_state()
         if self._own is not None:
             return
-        own = {a: parameter(module, a) for a in self._names[layer.key]}
+        own = {a: getattr(*owner(module, a)) for a in self._names[layer.key]}
         trained = {a: p for a, p in own.items() if isinstance(p, nn.Parameter) and p.requires_grad}
         self._accumulators[layer.key] = {
             a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()

@@ -52,8 +52,6 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
         ValueError: If the loss draws random numbers.
     """
     B = len(batch["example_ids"])
-    if "segment_ids" in batch:
-        return _verify_packed(source, batch)
     for row in range(min(B, _TRIES)):
         single = pick(batch, torch.tensor([row]))
         reference = autograd_gradients(source, single)
@@ -67,13 +65,6 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
         if conclusive:
             return True
     return False
-
-
-def _verify_packed(source: "Live", batch: Mapping[str, Any]) -> bool:
-    """Packed examples cannot be taken out of their batch: the first is compared within it."""
-    reference = autograd_gradients(source, batch, example=0)
-    raise_on(_compared(source, batch, reference)[0])
-    return any(bool(g.any()) for g in reference.values())
 
 
 def _compared(
@@ -98,15 +89,14 @@ def _compared(
 
 
 def autograd_gradients(
-    source: "Live", batch: Mapping[str, Any], example: int | None = None, names: Collection[str] | None = None
+    source: "Live", batch: Mapping[str, Any], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Gradients of the summed loss, or of one example's, by plain autograd; unused parameters are left out.
+    """Gradients of the summed loss by plain autograd; unused parameters are left out.
 
     Args:
         source: The source.
         batch: A batch.
-        example: The example; all of them if None.
-        names: The parameters; all wanted ones if None.
+        names: The parameters; all that the source is to capture if None.
 
     Raises:
         ValueError: If the loss draws random numbers.
@@ -114,13 +104,9 @@ def autograd_gradients(
     wanted = source.wanted if names is None else names
     named = {n: p for n, p in source.model.named_parameters() if n in wanted}
 
-    def total() -> Tensor:
-        losses = source.loss(source.model, for_loss(batch, source.loss))
-        return losses.sum() if example is None else losses[example]
-
     with _borrowed(source.model, set(source.wanted)), torch.compiler.set_stance("force_eager"):
         before = _random_state(source.model)
-        loss = total()
+        loss = source.loss(source.model, for_loss(batch, source.loss)).sum()
         if any(not torch.equal(a, b) for a, b in zip(before, _random_state(source.model), strict=True)):
             raise ValueError(
                 "live: the loss draws random numbers, so an example has no gradient of its own. Call model.eval(), put "
@@ -133,7 +119,7 @@ def autograd_gradients(
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            total().backward()
+            source.loss(source.model, for_loss(batch, source.loss)).sum().backward()
             grads = [p.grad for p in named.values()]
     return {n: g.to_dense() if g.is_sparse else g for n, g in zip(named, grads, strict=True) if g is not None}
 

@@ -555,7 +555,6 @@ def test_targets_of_a_completion_add_up_to_it(call, tmp_path, assert_close):
     assert first.any() and second.any()
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="live sources take one row an example")
 def test_a_contrast_is_the_difference_of_two_queries(call, tmp_path, assert_close):
     asked(tmp_path, {}, {"completion": " bells"}, {"contrast": " bells"})
     rope, bells, rather = scored(call, tmp_path, "--method", "ekfac").T

@@ -127,9 +127,8 @@ def test_left_padding_shifts_no_position(rng):
     assert (found.values - right @ directions_.T).abs().max() <= 1e-10 * right.abs().max()
 
 
-def test_packed_rows_and_contrasts(rng, in_float64, monkeypatch):
+def test_packed_rows_and_contrasts(rng, in_float64):
     """Any loss of one number per example will do, however the examples lie in the rows."""
-    monkeypatch.setattr(forward_module, "with_ids", dict)
     model, data = llm("llama", "sdpa"), with_contrast(encoded(rng, 4, 3, 5), encoded(rng, 5))
     query, directions_ = random_queries(model, 2, rng)
     found = forward_scores(model, packed(data, 10, dtype=torch.float64), query)
