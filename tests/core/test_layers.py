@@ -50,6 +50,9 @@ def test_convolutions_give_the_gradients_of_autograd(d):
         check(case)
     for case in convolutions(d, **few, stride=[1], groups=[2], pad=[("same", "zeros"), ("same", "reflect")]):
         check(case)
+    few["dilation"] = [1]
+    for case in convolutions(d, **few, stride=[1], groups=[1], pad=[("same", "zeros"), ("same", "circular")]):
+        check(case)
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
