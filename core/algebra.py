@@ -96,6 +96,19 @@ def _lay_out(leaf: T, calls: int, positions: int) -> T:
     return replace(tree_map(pad, leaf), calls=calls)
 
 
+def first_rows(leaf: T, length: int) -> T:
+    """The leaf of its first rows only.
+
+    >>> from attrax.core import diagonal
+    >>> first_rows(diagonal("b", torch.ones(2, 5, 1), torch.ones(2, 5, 3)), 2).g.shape
+    torch.Size([2, 2, 3])
+    """
+    if isinstance(leaf, Materialized | Sum):
+        return leaf
+    axis = _axis(leaf)
+    return tree_map(lambda x: x.narrow(axis, 0, min(length, x.shape[axis])), leaf)
+
+
 def trim_rows(leaf: T) -> T:
     """Drop the trailing rows in which `g` is zero for every example.  Reads the data (one host sync a leaf)."""
     if isinstance(leaf, Materialized):
@@ -104,10 +117,8 @@ def trim_rows(leaf: T) -> T:
         return replace(leaf, uses=tuple(trim_rows(use) for use in leaf.uses))
     if leaf.calls != 1:
         return leaf
-    axis = _axis(leaf)
-    used = (leaf.g != 0).any(-1).flatten(0, axis - 1).any(0).nonzero()
-    length = int(used[-1]) + 1 if len(used) else min(1, leaf.g.shape[axis])
-    return tree_map(lambda x: x.narrow(axis, 0, length), leaf)
+    used = (leaf.g != 0).any(-1).flatten(0, -2).any(0).nonzero()
+    return first_rows(leaf, int(used[-1]) + 1 if len(used) else 1)
 
 
 def concat(leaves: Sequence[T]) -> T:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
+from attrax.core.algebra import first_rows
 from attrax.core.leaves import Diagonal, Factorized, Grouped
 from attrax.core.schema import Packed, Record, pack, packed_bytes
 from attrax.core.tree import block_rows
@@ -250,14 +251,14 @@ def _compacted(grads: GradTree, keep: KeepFactored) -> GradTree:
         if callable(keep) and keep(name, leaf):
             return leaf
         length = max(1, int(longest[name])) if name in longest else None
-        return compact(leaf if length is None else tree_map(lambda x: x[:, :length], leaf))
+        return compact(leaf if length is None else first_rows(leaf, length))
 
     return grads.map(shrink)
 
 
 def _longest(g: Tensor) -> Tensor:
     """Number of rows up to the last one that is not zero for every example."""
-    used = (g != 0).any(-1).any(0)
+    used = (g != 0).any(-1).flatten(0, -2).any(0)
     last = used * torch.arange(1, len(used) + 1, device=g.device)
     return last.amax() if len(used) else last.sum()
 

@@ -46,7 +46,8 @@ class _Routed:
         for e, count in enumerate(self.counts):
             if count:
                 rows = slice(start, start + count)
-                out[rows] = x[rows] @ weight[e] if bias is None else torch.addmm(bias[e], x[rows], weight[e])
+                product = x[rows] @ weight[e].to(x.dtype)
+                out[rows] = product if bias is None else product + bias[e].to(x.dtype)
                 start += count
         return out
 
@@ -87,10 +88,12 @@ def experts(module: nn.Module, x: tuple[Tensor, Tensor, Tensor], g: Tensor) -> d
     inputs, outputs = hidden.flatten(0, 1)[routed.token], g.flatten(0, 1)[routed.token]
     share = weights.flatten(0, 1)[routed.token, routed.choice].unsqueeze(-1)
     outputs = (outputs * share).to(g.dtype)
+    before = routed.times(inputs, up_in, None if bias is None else bias.detach())
+    behind = routed.times(outputs, down_in.transpose(1, 2))
     with torch.enable_grad():
-        before = routed.times(inputs, up_in, bias).detach().requires_grad_()
+        before.requires_grad_()
         inner = _gate(module)(before)
-        (into,) = torch.autograd.grad(inner, before, routed.times(outputs, down_in.transpose(1, 2)).detach())
+        (into,) = torch.autograd.grad(inner, before, behind.to(inner.dtype))
     found = {
         up_name: _pair(routed, up_name, inputs, into, flipped),
         "down_proj": _pair(routed, "down_proj", inner.detach(), outputs, flipped),

@@ -355,7 +355,7 @@ def test_scope_is_factored_layers_without_the_head():
     assert not is_linear("head", head)
 
 
-@pytest.mark.parametrize("kind", ["embedding", "norm", "built_matrix", "tied"])
+@pytest.mark.parametrize("kind", ["embedding", "norm", "groups", "built_matrix", "tied"])
 def test_statistics_need_rows_of_a_linear_layer(kind):
     leaf = SMALL.one(KINDS[kind])
     phrases = (

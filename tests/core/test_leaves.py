@@ -8,6 +8,7 @@ import torch
 from attrax.core import (
     Diagonal,
     Factorized,
+    GradTree,
     Lookup,
     Part,
     Sum,
@@ -16,11 +17,15 @@ from attrax.core import (
     covers,
     diagonal,
     factorized,
+    grouped,
+    kronecker_sums,
     lookup,
     materialized,
     pad_rows,
     scale_examples,
+    split_groups,
     sq_norms_leaf,
+    stored,
     take,
     trim_rows,
     unstack,
@@ -188,6 +193,25 @@ def test_unstacked_layers_share_the_input_and_split_the_rows(kind):
     assert_same(torch.cat([gradient(piece) for piece in pieces.values()], 1), gradient(leaf))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_split_groups_are_the_slices_of_the_parameter(transposed):
+    gen = generator(2)
+    a, g = normal(gen, 2, 3, 4, 6), normal(gen, 2, 3, 4, 8)
+    shape = (18, 4, 2) if transposed else (24, 3, 2)
+    leaf = replace(grouped("conv", a, g, shape=shape, transposed=transposed), calls=2)
+    blocks = split_groups(leaf)
+    assert list(blocks) == ["conv[0]", "conv[1]", "conv[2]"] and {b.calls for b in blocks.values()} == {2}
+    whole, slices = stored(GradTree({"conv": leaf})), stored(GradTree(blocks))
+    assert_same(torch.cat(list(slices.values()), 1), whole["conv"])
+    assert kronecker_sums(blocks["conv[1]"]).g[0].shape == (8, 8)
+
+
+def test_swapped_roles_keep_the_stored_shape():
+    leaf = SMALL.one(FACTORED["linear"])
+    kernel = replace(leaf, parts=(replace(leaf.parts[0], shape=(4, 1, 3)),))
+    assert_same(stored(GradTree({"w": swap_roles(kernel)}))["fc.weight"], gradient(leaf).unsqueeze(2))
+
+
 def test_swapped_roles_transpose_the_gradient():
     leaf = SMALL.one(FACTORED["linear"])
     swapped = swap_roles(leaf)
@@ -203,6 +227,8 @@ def test_factors_must_agree_in_examples_and_rows():
         factorized("w", torch.ones(2, 4), torch.ones(2, 4))
     with refused("lookup: leaf 'e'", "(2, 3)", "(2, 4, 5)"):
         lookup("e", torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4, 5), rows=7)
+    with refused("grouped: leaf 'conv'", "(2, 3, 5, 4)", "(2, 3, 4, 4)", "[B, U, T]"):
+        grouped("conv", torch.ones(2, 3, 5, 4), torch.ones(2, 3, 4, 4))
     with refused("diagonal: leaf 'ln'", "(2, 3, 5)", "(2, 4, 5)"):
         diagonal("ln", torch.ones(2, 3, 5), torch.ones(2, 4, 5))
     with refused("diagonal: leaf 'ln'", "x has width 2, g has 5"):

@@ -228,6 +228,9 @@ def test_token_scores_need_rows_of_one_length():
         "token_scores: leaf 'built_matrix'", "materialized and has no rows", "Score factored gradients"
     ):
         token_scores(x, y)
+    routed, other = (replace(leaf, positions=False) for leaf in SMALL.pair(KINDS["groups"]))
+    with refused("token_scores: leaf 'experts'", "routed to each expert", "Leave it out"):
+        token_scores(tree(experts=routed), tree(experts=other))
     a, b = SMALL.pair(KINDS["tied"])
     with refused("token_scores: leaf 'emb'", "its uses have different numbers of positions: [4, 5]"):
         token_scores(tree(emb=a), tree(emb=b))

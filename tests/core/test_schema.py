@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from attrax.core import Leaf, pad_rows, take, tree_map
+from attrax.core import Grouped, Leaf, pad_rows, take, tree_map
 from attrax.core.products import token_scores_leaf
 from attrax.core.schema import (
     Form,
@@ -117,6 +117,20 @@ def test_forms_survive_json(kind):
     assert str(form).startswith(form.kind + "(")
 
 
+def test_forms_written_before_groups_are_read():
+    form = form_of(SMALL.one(KINDS["linear"]))
+    old = asdict(form)
+    del old["positions"]
+    assert form_from_json(old) == form
+
+
+def test_rows_of_experts_are_no_positions_after_reading():
+    leaf = replace(SMALL.one(KINDS["groups"]), positions=False)
+    again = unpack(pack(leaf))
+    assert isinstance(again, Grouped) and not again.positions
+    assert form_from_json(json.loads(json.dumps(asdict(form_of(leaf))))) == form_of(leaf)
+
+
 GOOD: dict[str, Any] = json.loads(json.dumps(asdict(form_of(SMALL.one(KINDS["linear"])))))
 
 
@@ -141,6 +155,12 @@ def test_inconsistent_forms_are_refused():
         {**GOOD, "arrays": [GOOD["arrays"][0], flat]},
         {**GOOD, "calls": 0},
         {**GOOD, "kind": "Sum", "arrays": []},
+        {**GOOD, "kind": "Grouped"},
+        {
+            **GOOD,
+            "kind": "Grouped",
+            "arrays": [{**a, "shape": [n, 4]} for a, n in zip(GOOD["arrays"], (2, 3), strict=True)],
+        },
     ):
         with refused("the form of a leaf is inconsistent"):
             form_from_json(broken)

@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attrax.core import Block, Blocks, Examples, GradTree, Sum, diagonal, factorized, lookup, materialized
+from attrax.core import (
+    Block,
+    Blocks,
+    Examples,
+    GradTree,
+    Sum,
+    diagonal,
+    factorized,
+    grouped,
+    lookup,
+    materialized,
+)
 from attrax.frontends.positions import by_position
 from attrax.methods import graddot
 
@@ -24,6 +35,8 @@ def leaf_of(kind, rng, rows=T):
         return lookup("w", ids, draw(5), rows=7)
     if kind == "diagonal":
         return diagonal("w", draw(5), draw(5))
+    if kind == "groups":
+        return grouped("w", torch.stack([draw(5), draw(5)], 1), torch.stack([draw(3), draw(3)], 1))
     linear = factorized("w", draw(5), draw(7), bias="b" if kind == "bias" else None)
     if kind == "sum":
         tied = lookup("w", ids, draw(5), rows=7)
@@ -31,7 +44,7 @@ def leaf_of(kind, rng, rows=T):
     return linear
 
 
-@pytest.mark.parametrize("kind", ["linear", "bias", "lookup", "diagonal", "sum"])
+@pytest.mark.parametrize("kind", ["linear", "bias", "lookup", "diagonal", "groups", "sum"])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_positions_add_up(kind, calls, rng, assert_close):
     leaf = leaf_of(kind, rng, T * calls)
@@ -55,6 +68,14 @@ def test_trimmed_and_wider_rows_are_brought_to_the_width_of_the_block(rng, asser
         split = graddot(by_position(source, {"y": width}), source)
         assert len(split) == width
         assert_close(split.values.sum(), graddot(source, source).values.sum())
+
+
+def test_rows_of_experts_are_no_positions(rng):
+    leaf = replace(leaf_of("groups", rng), positions=False)
+    examples = Examples(tuple(LENGTHS), weight=torch.ones(B))
+    source = Blocks([Block(GradTree({"w": leaf}), examples)])
+    with pytest.raises(ValueError, match="routed to each expert"):
+        graddot(by_position(source, LENGTHS), source)
 
 
 def test_materialized_leaves_have_no_positions():

@@ -21,6 +21,7 @@ from attrax.core import (
     collect,
     diagonal,
     factorized,
+    grouped,
     lookup,
     materialize_leaf,
     materialized,
@@ -41,6 +42,11 @@ def rows(rng, width, dtype=torch.float64, lengths=LENGTHS, padding=7):
     return x
 
 
+def by_group(rng, width, dtype):
+    """Factors of two groups [B, 2, padding, width]."""
+    return torch.stack([rows(rng, width, dtype), rows(rng, width, dtype)], 1)
+
+
 def every_kind(rng, dtype=torch.float64) -> dict[str, Any]:
     """One leaf of every kind, four examples each."""
     ids = torch.randint(0, 9, (4, 7), generator=rng) * (rows(rng, 1, lengths=LENGTHS)[..., 0] != 0)
@@ -50,6 +56,7 @@ def every_kind(rng, dtype=torch.float64) -> dict[str, Any]:
         "fc.weight": factorized("fc.weight", rows(rng, 4, dtype), rows(rng, 5, dtype), bias="fc.bias"),
         "q.weight": Factorized(rows(rng, 4, dtype), rows(rng, 5, dtype), both, True, 1, "rotated"),
         "wpe.weight": lookup("wpe.weight", ids, rows(rng, 3, dtype), rows=9),
+        "dw.weight": grouped("dw.weight", by_group(rng, 3, dtype), by_group(rng, 1, dtype), shape=(2, 1, 3)),
         "ln.weight": diagonal("ln.weight", rows(rng, 6, dtype), rows(rng, 6, dtype)),
         "ln.bias": diagonal("ln.bias", (rows(rng, 6)[..., :1] != 0).to(dtype), rows(rng, 6, dtype)),
         "conv.weight": materialized("conv.weight", torch.randn(4, 2, 3, 2, generator=rng).to(dtype)),
@@ -71,7 +78,7 @@ def assert_same(found, expected):
     (xs, spec), (ys, expected_spec) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
     assert spec == expected_spec
     for x, y in zip(xs, ys, strict=True):
-        padded = y[:, : x.shape[1]] if x.shape != y.shape else y
+        padded = y[tuple(map(slice, x.shape))] if x.shape != y.shape else y
         assert x.dtype == y.dtype and torch.equal(bits(x), bits(padded))
         assert not y.numel() or y.numel() == padded.numel() or not y[:, x.shape[1] :].any()
 
