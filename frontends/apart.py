@@ -49,7 +49,8 @@ def _put_apart(source: "Live", found: Mapping[str, str], error: RuntimeError) ->
     shown = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
     warnings.warn(
         f"live: {len(names)} parameters ({shown}) are differentiated one example at a time, which is exact but slow: "
-        f"{new[names[0]]}. Exclude them to be fast, or pass strict=True to make this an error.",
+        f"{new[names[0]]}. To be fast, exclude them or recompute the module around them (recompute=). strict=True "
+        "makes this an error.",
         RuntimeWarning,
         stacklevel=6,
     )

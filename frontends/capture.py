@@ -301,6 +301,7 @@ def capture(
     include: Selector | None = None,
     exclude: Selector | None = None,
     rules: Sequence[Rule] = RULES,
+    recompute: Selector | None = None,
     loss: Declared | None = None,
     ids: Ids | None = None,
     strict: bool = False,
@@ -317,6 +318,8 @@ def capture(
         include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Not these layers.
         rules: Layer rules.
+        recompute: Modules to run once more in backward and differentiate as a whole (selected like `include`), where
+            layers inside do not show what their parameters do: weights used past their layer, tables of positions.
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
             ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.
@@ -345,7 +348,9 @@ def capture(
     check_coupled(model)
 
     def reselect() -> Selection:
-        return select(model, include=include, exclude=exclude, rules=rules, strict=strict)
+        return select(
+            model, include=include, exclude=exclude, rules=rules, recompute=recompute, strict=strict
+        )
 
     return Capture(
         model,

@@ -121,6 +121,7 @@ def select(
     include: Selector | None = None,
     exclude: Selector | None = None,
     rules: Sequence[Rule] = RULES,
+    recompute: Selector | None = None,
     strict: bool = False,
 ) -> Selection:
     """Decide which layers are captured: every trainable parameter, unless told otherwise.
@@ -130,6 +131,7 @@ def select(
         include: Only modules that match: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Modules to leave out, likewise.
         rules: Layer rules, first match along the class hierarchy.
+        recompute: Modules to recompute as a whole, with all parameters inside.
         strict: Make gaps an error.
 
     Returns:
@@ -144,9 +146,11 @@ def select(
     gaps: dict[str, Gap] = {}
     bare: list[tuple[str, str]] = []
     names = {id(p): n for n, p in model.named_parameters()}
+    whole = _outermost(model, recompute)
     for path, module in model.named_modules():
         own = {a: p for a, p in module.named_parameters(recurse=False) if p.requires_grad}
-        rule = _rule(module, path, rules) if own else None
+        inside = _around(path, whole) is not None
+        rule = _rule(module, path, rules) if own and not inside else None
         left_out = _left_out(path, module, include, exclude)
         for attribute, p in own.items():
             name = names[id(p)]
@@ -159,9 +163,11 @@ def select(
             else:
                 bare.append((f"{path}.{attribute}" if path else attribute, name))
     for full, name in bare:
-        if name in captured:
+        owner = full.rpartition(".")[0]
+        chosen = _around(owner, whole)
+        if name in captured and chosen is None:
             continue
-        path, module = _user(model, full.rpartition(".")[0])
+        path, module = _user(model, owner) if chosen is None else (chosen, model.get_submodule(chosen))
         layer = recomputed.get(path, Layer(path, module, None, {}))
         local = full[len(path) :].lstrip(".")
         recomputed[path] = replace(layer, names={**layer.names, local: name})
@@ -172,6 +178,20 @@ def select(
     coverage = Coverage(tuple(c for n, c in captured.items() if n not in gaps), tuple(gaps.values()))
     _check(model, coverage, strict)
     return Selection((*ruled.values(), *recomputed.values()), coverage)
+
+
+def _outermost(model: nn.Module, recompute: Selector | None) -> list[str]:
+    """Paths of the modules to recompute that are in no other of them."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if recompute is not None and matches(recompute, path, module) and _around(path, found) is None:
+            found.append(path)
+    return found
+
+
+def _around(path: str, modules: Sequence[str]) -> str | None:
+    """The first of some modules that is, or contains, the one at a path."""
+    return next((m for m in modules if not m or path == m or path.startswith(f"{m}.")), None)
 
 
 def _rule(module: nn.Module, path: str, rules: Sequence[Rule]) -> Rule | None:

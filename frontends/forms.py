@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attrax.core import Leaf
 from attrax.core.factorization import Rule
-from attrax.frontends.layout import EXAMPLES, POSITIONS, SHARED, Layout, fold, regrouped, shared
+from attrax.frontends.layout import EXAMPLES, SHARED, Layout, fold, regrouped, shared
 from attrax.frontends.passes import Pass, bind
 from attrax.frontends.recompute import Moment, Recorded, tapped, without_tensors
 
@@ -116,14 +116,12 @@ def recompute_form(
     """
     outputs = tapped(output)
     arguments, tensors = without_tensors((tuple(args), dict(kwargs)))
-    axes = tuple({EXAMPLES: 0, POSITIONS: 1}.get(x) if x is not None else None for x in layouts)
-    readable = all(layout in (EXAMPLES, POSITIONS, SHARED) for layout in layouts)
-    made = axes[len(tensors) :]
-    if not readable or not made or None in made or all(axis is None for axis in axes[: len(tensors)]):
+    known = tuple(layout for layout in layouts if layout is not None)
+    taken, made = known[: len(tensors)], known[len(tensors) :]
+    if len(known) < len(layouts) or not made or SHARED in made or all(x is SHARED for x in taken):
         return None
-    return Form(
-        [x.detach() for x in tensors], outputs, Recorded(module, names, arguments, moment, axes, rows).leaves
-    )
+    recorded = Recorded(module, names, arguments, moment, known, rows)
+    return Form([x.detach() for x in tensors], outputs, recorded.leaves)
 
 
 def recompute_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ plainly ``[B, ...]`` is asked once, by running the model on the same examples in
 rows moved.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -26,26 +26,50 @@ class Layout:
 
     Attributes:
         name: What the axes are.
-        fits: Whether a shape can be laid out so, for B examples.
-        units: The tensor as [B F, ...], the F units of an example next to each other.
+        axis: The example axis once the first axis is split; None if examples share the tensor.
+        flat: Whether the first axis holds examples and something else, to be split.
     """
 
     name: str
-    fits: Callable[[torch.Size, int], bool]
-    units: Callable[[Tensor, int], Tensor]
+    axis: int | None
+    flat: bool = False
+
+    def fits(self, shape: torch.Size, B: int) -> bool:
+        """Whether a tensor of B examples can be laid out so."""
+        if self.axis is None:
+            return shape[0] == 1 or len(shape) == 1
+        if self.flat:
+            return B > 0 and shape[0] % B == 0
+        return len(shape) > self.axis and shape[self.axis] == B
+
+    def split(self, x: Tensor, B: int) -> Tensor:
+        """The tensor with an axis of its own for the examples, `axis`."""
+        return x.unflatten(0, (B, -1) if self.axis == 0 else (-1, B)) if self.flat else x
+
+    def units(self, x: Tensor, B: int) -> Tensor:
+        """The tensor as [B F, ...], the F units of an example next to each other."""
+        if self.axis != 1:
+            return x
+        x = self.split(x, B).transpose(0, 1)
+        return x.flatten(0, 1) if self.flat else x
+
+    def alone(self, x: Tensor) -> Tensor:
+        """One example taken out of a split tensor, as the tensor of a batch of one."""
+        return x if self.axis is None or self.flat else x.unsqueeze(self.axis)
+
+    def only(self, x: Tensor, B: int, i: int) -> Tensor:
+        """A tensor that is zero but for one example."""
+        alone = torch.zeros_like(x)
+        axis = self.axis or 0
+        self.split(alone, B).select(axis, i).copy_(self.split(x, B).select(axis, i))
+        return alone
 
 
-def _interleaved(x: Tensor, B: int) -> Tensor:
-    return x.unflatten(0, (-1, B)).transpose(0, 1).flatten(0, 1)
-
-
-EXAMPLES = Layout("[B, ...]", lambda shape, B: shape[0] == B, lambda x, B: x)
-FLAT = Layout("[B T, ...]", lambda shape, B: B > 0 and shape[0] % B == 0, lambda x, B: x)
-POSITIONS = Layout(
-    "[T, B, ...]", lambda shape, B: len(shape) > 1 and shape[1] == B, lambda x, B: x.transpose(0, 1)
-)
-FLAT_POSITIONS = Layout("[T B, ...]", FLAT.fits, _interleaved)
-SHARED = Layout("[1, ...] or [T], shared", lambda shape, B: shape[0] == 1 or len(shape) == 1, lambda x, B: x)
+EXAMPLES = Layout("[B, ...]", 0)
+FLAT = Layout("[B T, ...]", 0, flat=True)
+POSITIONS = Layout("[T, B, ...]", 1)
+FLAT_POSITIONS = Layout("[T B, ...]", 1, flat=True)
+SHARED = Layout("[1, ...] or [T], shared", None)
 LAYOUTS = (EXAMPLES, POSITIONS, FLAT, FLAT_POSITIONS)
 
 

@@ -22,7 +22,7 @@ from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.layout import Layout, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
-from attrax.frontends.modes import check_mode, check_selection
+from attrax.frontends.modes import check_mode, check_selection, uncached
 from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.progress import tracked
 from attrax.frontends.recompute import slow_attention
@@ -165,6 +165,7 @@ def live(
     include: Selector | None = None,
     exclude: Selector | None = None,
     rules: Sequence[Rule] = RULES,
+    recompute: Selector | None = None,
     strict: bool = False,
     on_nonfinite: Literal["raise", "skip"] = "raise",
     progress: str | None = None,
@@ -182,6 +183,8 @@ def live(
         include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Not these layers.
         rules: Layer rules.
+        recompute: Modules to run once more in backward and differentiate as a whole (selected like `include`), where
+            layers inside do not show what their parameters do: weights used past their layer, tables of positions.
         strict: Make uncovered trainable parameters an error; otherwise they are listed in `coverage`.
         on_nonfinite: "raise" names the examples; "skip" leaves them out and lists them in `skipped` (one more
             forward pass a batch).
@@ -205,7 +208,9 @@ def live(
     if on_nonfinite not in ("raise", "skip"):
         raise ValueError(f"live: on_nonfinite: got {on_nonfinite!r}; expected 'raise' or 'skip'.")
     model = getattr(model, "_orig_mod", model)
-    selection = select(model, include=include, exclude=exclude, rules=rules, strict=strict)
+    selection = select(
+        model, include=include, exclude=exclude, rules=rules, recompute=recompute, strict=strict
+    )
     wanted = frozenset(c.parameter for c in selection.coverage.captured)
     found = Live(model, data, loss or causal_lm(), selection, wanted, on_nonfinite, progress, verify, strict)
     whole = [layer for layer in selection.layers if layer.rule is None and not layer.path]
@@ -241,6 +246,7 @@ def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[No
         torch.enable_grad(),
         frozen(model),
         slow_attention(),
+        uncached(model),
         tape.attached(set(wanted)),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),

@@ -1,5 +1,9 @@
 """States of a model in which per-example gradients cannot be had, or not by hooks."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 
 from attrax.frontends.coverage import Coverage
@@ -72,3 +76,18 @@ def check_coupled(model: nn.Module) -> None:
             f"capture: '{coupled[0]}' is a BatchNorm with batch statistics: its examples depend on each other, so "
             "there is no per-example gradient. Put it in eval mode (frozen statistics)."
         )
+
+
+@contextlib.contextmanager
+def uncached(model: nn.Module) -> Iterator[None]:
+    """Hugging Face models keep no keys, values or states for generation, which a module run again would find filled."""
+    configs = {
+        id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)
+    }
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

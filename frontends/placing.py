@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attrax.frontends.coverage import Layer
 from attrax.frontends.forms import Form, packs, recompute_form, recompute_tensors, rule_form, rule_inputs
-from attrax.frontends.layout import EXAMPLES, SHARED, Layout, compared, is_plain, moved
+from attrax.frontends.layout import EXAMPLES, FLAT, SHARED, Layout, compared, is_plain, moved
 from attrax.frontends.passes import Pass, flatten, has_axis
 from attrax.frontends.recompute import Moment, slow_attention
 
@@ -108,7 +108,7 @@ class Placing:
                 layer,
                 f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and returned tensors of "
                 f"shapes {shapes} for {run.rows} examples, none of whose axes is the example axis. Exclude it, give "
-                "its output a batch axis, or pass rules= with a rule for it.",
+                "its output a batch axis, or recompute the module around it (recompute=).",
             )
         return form
 
@@ -135,7 +135,7 @@ class Placing:
         if run.rows is None or run.segments is not None:
             return [None for _ in tensors]
         if run.rows == 1:
-            return [moved(x, x, 1) if 1 in x.shape[:2] else SHARED for x in tensors]
+            return [FLAT if x.ndim else SHARED for x in tensors]
         if any(key not in self.known for key in keys):
             self._ask(run)
         return [self.known.get(key) for key in keys]
@@ -176,7 +176,7 @@ def _unclear(layer: Layer, x: Tensor, run: Pass) -> str:
     return (
         f"capture: layer '{layer.path}' saw an input of shape {tuple(x.shape)} in a batch of {run.rows} examples, and "
         "its rows do not move with the examples, so these cannot be told apart. Give it a batch axis (positions as "
-        "[1, T]) or exclude the layer."
+        "[1, T]), exclude the layer, or recompute the module around it (recompute=)."
     )
 
 

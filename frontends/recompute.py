@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attrax.core import Leaf, materialized
 from attrax.core.pytree import tree_map
+from attrax.frontends.layout import Layout
 from attrax.frontends.parameters import replaced
 
 
@@ -77,7 +78,7 @@ class Recorded:
         names: Its parameters to differentiate, by attribute path.
         arguments: (args, kwargs) with every tensor replaced by its position.
         moment: The state around the call.
-        axes: Example axis of every input tensor, then of every tapped output; None where examples share it.
+        layouts: Where examples lie in every input tensor, then in every tapped output.
         rows: Number of examples B.
     """
 
@@ -85,7 +86,7 @@ class Recorded:
     names: tuple[str, ...]
     arguments: tuple[Any, Any]
     moment: Moment
-    axes: tuple[int | None, ...]
+    layouts: tuple[Layout, ...]
     rows: int
 
     def leaves(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Leaf]:
@@ -110,37 +111,38 @@ class Recorded:
         return {name: getattr(*owner(self.module, name)).detach() for name in self.names}
 
     def _vmapped(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        places, axes = self.axes[: len(tensors)], self.axes[len(tensors) :]
+        places, made = self.layouts[: len(tensors)], self.layouts[len(tensors) :]
 
         def one(each: list[Tensor], g: list[Tensor]) -> dict[str, Tensor]:
-            inputs = [x if p is None else x.unsqueeze(p) for x, p in zip(each, places, strict=True)]
+            inputs = [p.alone(x) for x, p in zip(each, places, strict=True)]
             run = vjp(lambda parameters: self._forward(parameters, inputs), self._parameters())
             outputs, back = run[0], run[1]
-            cotangents = [x.unsqueeze(a or 0) for x, a in zip(g, axes, strict=True)]
-            return back([c.to(y.dtype) for c, y in zip(cotangents, outputs, strict=True)])[0]
+            cotangents = [p.alone(x).to(y.dtype) for x, p, y in zip(g, made, outputs, strict=True)]
+            return back(cotangents)[0]
 
+        split = [p.split(x, self.rows) for x, p in zip([*tensors, *grads], self.layouts, strict=True)]
+        axes = [p.axis for p in self.layouts]
+        n = len(tensors)
         try:
-            return vmap(one, in_dims=(list(places), list(axes)))(list(tensors), list(grads))
+            return vmap(one, in_dims=(axes[:n], axes[n:]))(split[:n], split[n:])
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
             return None
 
     def _repeated(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Tensor]:
-        axes = self.axes[len(tensors) :]
+        made = self.layouts[len(tensors) :]
         parameters = {n: p.requires_grad_() for n, p in self._parameters().items()}
         outputs = self._forward(parameters, [x.detach() for x in tensors])
-        used = [(y, g, axis or 0) for y, g, axis in zip(outputs, grads, axes, strict=True) if y.requires_grad]
+        used = [
+            (y, g.to(y.dtype), p) for y, g, p in zip(outputs, grads, made, strict=True) if y.requires_grad
+        ]
         rows: list[list[Tensor]] = []
         for i in range(self.rows):
-            only = [_only(g.to(y.dtype), axis, i) for y, g, axis in used]
+            only = [p.only(g, self.rows, i) for _, g, p in used]
             found = torch.autograd.grad(
                 [y for y, _, _ in used], list(parameters.values()), only, retain_graph=True, allow_unused=True
             )
-            rows.append(
-                [
-                    torch.zeros_like(p) if g is None else g
-                    for p, g in zip(parameters.values(), found, strict=True)
-                ]
-            )
+            pairs = zip(parameters.values(), found, strict=True)
+            rows.append([torch.zeros_like(p) if g is None else g for p, g in pairs])
         return {n: torch.stack([row[k] for row in rows]) for k, n in enumerate(parameters)}
 
 
@@ -197,9 +199,3 @@ def _restored(module: nn.Module) -> Iterator[None]:
     finally:
         for buffer, value in before:
             buffer.copy_(value)
-
-
-def _only(g: Tensor, axis: int, i: int) -> Tensor:
-    alone = torch.zeros_like(g)
-    alone.select(axis, i).copy_(g.select(axis, i))
-    return alone

@@ -62,7 +62,7 @@ class GradientSums:
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
         seen = grads.keys() & self._sums.keys()
         pairs = {} if _reduced() else {n: distance(self._sums[n], grads[n]) for n in seen}
-        raise_on(missing | mismatches(pairs, dtype))
+        raise_on(missing | mismatches(pairs, dtype, torch.finfo(torch.float32).eps))
         for name in seen if given else ():
             del self._waiting[name]
 
