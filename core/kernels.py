@@ -60,7 +60,7 @@ def in_common(x: OneHot, y: OneHot, *, paired: bool) -> tuple[OneHot, OneHot]:
         return x, y
 
     def label(hot: OneHot) -> OneHot:
-        ids = hot.ids.contiguous() if paired else hot.ids.reshape(1, -1)
+        ids = (hot.ids if paired else hot.ids.reshape(1, -1)).to(known.dtype).contiguous()
         place = torch.searchsorted(known, ids).clamp_max(size - 1)
         found = torch.where(known.gather(1, place) == ids, place, size)
         return OneHot(found.reshape(hot.ids.shape), size + 1, hot.dtype)

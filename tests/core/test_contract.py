@@ -286,6 +286,22 @@ def test_products_of_embeddings_hold_nothing_as_long_as_the_vocabulary(route):
     assert largest.bytes < 8 * 1000
 
 
+def test_ids_of_any_layout_and_integer_dtype_meet():
+    gen = generator(6)
+    ids = torch.randint(0, 900, (1, 5), generator=gen)
+    x = lookup("e", ids.expand(3, 5), normal(gen, 3, 5, 2), rows=1000)
+    y = lookup("e", ids.int().flip(1), normal(gen, 1, 5, 2), rows=1000)
+    with unchecked():
+        assert_same(gram_leaf(x, y), torch.einsum("boi,qoi->bq", gradient(x), gradient(y)))
+        assert_same(sq_norms_leaf(x), gradient(x).square().sum((1, 2)))
+
+
+def test_plans_of_embeddings_read_shapes_only():
+    x, y = replace(SMALL, No=500).pair(FACTORED["embedding"])
+    far = [replace(leaf, ids=leaf.ids.to("meta"), g=leaf.g.to("meta")) for leaf in (x, y)]
+    assert plan_leaf("e", *far) == plan_leaf("e", x, y)
+
+
 @pytest.mark.parametrize("paired", [False, True])
 def test_ids_in_common_keep_every_match(paired):
     gen = generator(4)
