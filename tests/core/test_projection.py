@@ -25,7 +25,7 @@ from attrax.core import (
     tree_map,
     unstack,
 )
-from attrax.core import projection as module
+from attrax.core import dense as module
 from attrax.core.projection import projection_matrix
 
 from .dense import assert_same, gradient, vectors
@@ -292,14 +292,14 @@ def test_sides_that_used_different_projections_do_not_meet():
 
 @pytest.mark.parametrize("wrong", [dict(dim=0), dict(dim=-3), dict(dim=4, sides="three")])
 def test_specifications_without_meaning_are_refused(wrong: dict[str, Any]):
-    with refused("project: got Projection(", "dim >= 1", "'two' or 'dense'"):
+    with refused("project: got Projection(", "dim >= 1", "'two', 'elementwise' or 'dense'"):
         projected(Projection(**wrong))
 
 
 def test_unknown_kinds_are_refused():
     unknown: Any = "cauchy"
     leaf = SMALL.one(LINEAR["linear"])
-    with refused("projection kind: got 'cauchy'", "'rademacher' or 'gaussian'"):
+    with refused("projection kind: got 'cauchy'", "'rademacher', 'gaussian', 'sjlt', 'srht'"):
         projected(Projection(2, unknown))("w", leaf)
 
 
