@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attrax.core.algebra import wide
-from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Sum
+from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Sum, batch_size
 from attrax.core.tree import GradTree
 
 
@@ -115,7 +115,7 @@ def low_rank_tree(
     >>> small["w"].a.shape, error.shape
     (torch.Size([2, 2, 4]), torch.Size([2]))
     """
-    squares: list[Tensor] = []
+    squares = [torch.zeros(batch_size(next(iter(grads.values()))))]
 
     def reduce(_: str, leaf: Leaf) -> Leaf:
         if isinstance(leaf, Lookup | Diagonal | Sum) or isinstance(leaf, Materialized) and leaf.w.ndim != 3:
@@ -127,4 +127,4 @@ def low_rank_tree(
         return found.leaf
 
     small = grads.map(reduce)
-    return small, torch.stack(squares).sum(0).sqrt()
+    return small, sum(squares[1:], squares[0].to(squares[-1])).sqrt()

@@ -68,7 +68,7 @@ def check_projection(spec: Projection) -> None:
     """Refuse a specification without meaning.
 
     Raises:
-        ValueError: If `dim` is not positive, or the sides do not exist or not in this kind.
+        ValueError: If `dim` is not positive (or no multiple of `nonzeros`), or sides and kind do not exist together.
     """
     if spec.dim < 1 or spec.sides not in KINDS:
         raise ValueError(f"project: got {spec}; expected dim >= 1 and sides 'two', 'elementwise' or 'dense'.")
@@ -77,6 +77,8 @@ def check_projection(spec: Projection) -> None:
             f"projection kind: got {spec.kind!r}; expected one of {list(KINDS[spec.sides])} "
             f"with sides={spec.sides!r}."
         )
+    if spec.kind == "sjlt" and (spec.nonzeros < 1 or spec.dim % spec.nonzeros):
+        raise ValueError(f"project: got {spec}; expected a dim that is a multiple of nonzeros >= 1.")
 
 
 def projection_key(spec: Projection, name: str, side: str, width: int) -> int:

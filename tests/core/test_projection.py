@@ -48,8 +48,10 @@ from .toys import (
 
 MATRICES = {**LINEAR, **{kind: KINDS[kind] for kind in ("embedding", "built_matrix", "tied", "mixed")}}
 VECTORS = {kind: KINDS[kind] for kind in ("norm", "bias", "built_vector")}
-specs = st.builds(
-    Projection, st.integers(1, 4), st.sampled_from(("rademacher", "gaussian")), seed=st.integers(0, 99)
+DRAWN = ("rademacher", "gaussian", "sjlt", "srht")
+specs = st.one_of(
+    st.builds(Projection, st.integers(1, 4), st.sampled_from(DRAWN), seed=st.integers(0, 99)),
+    st.builds(Projection, st.just(4), st.just("sjlt"), seed=st.integers(0, 99), nonzeros=st.just(2)),
 )
 
 
@@ -110,10 +112,11 @@ def test_projecting_the_identity_shows_the_matrix():
     assert_same(out.w, matrix.double())
 
 
+@pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10**9])
-def test_row_chunks_do_not_change_a_dense_projection(chunk, monkeypatch):
+def test_row_chunks_do_not_change_a_dense_projection(chunk, kind, monkeypatch):
     leaf = Sizes(4, 1, 2, 1, 7, 9).one(KINDS["linear"])
-    spec = Projection(5, sides="dense")
+    spec = Projection(5, kind, sides="dense")
     whole: Any = projected(spec)("w", leaf)
     monkeypatch.setattr(module, "_CHUNK", chunk)
     cut: Any = projected(spec)("w", leaf)
@@ -168,7 +171,7 @@ def test_the_largest_exact_dimension_keeps_gram_matrices():
 
 
 @pytest.mark.parametrize("which", ["a", "g", "dense"])
-@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("width", [48, 192, 768])
 def test_inner_products_are_unbiased_at_every_width(which, kind, width):
     """Otherwise a sum over layers would weigh them by their shapes."""
