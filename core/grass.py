@@ -77,17 +77,17 @@ def check_grass(spec: Grass) -> None:
         )
 
 
-def grass_sides(spec: Grass) -> Sides:
-    """The masks of both sides, for `on_sides`; a side no wider than `kept` stays whole."""
+def grass_side(spec: Grass, name: str, side: str, width: int) -> Selection | None:
+    """The mask of one side, for `on_sides`; a side no wider than `kept` stays whole.
 
-    def select(name: str, side: str, width: int) -> Selection | None:
-        if width <= spec.kept:
-            return None
-        key = stream_key(spec.seed, name, "mask", side, width)
-        index = torch.from_numpy(permuted(key, 0, spec.kept, width)).sort().values
-        return Selection(index, 1.0 if spec.scale == "none" else (width / spec.kept) ** 0.5)
-
-    return select
+    >>> grass_side(Grass(4, "two"), "w", "a", 16).scale
+    2.0
+    """
+    if width <= spec.kept:
+        return None
+    key = stream_key(spec.seed, name, "mask", side, width)
+    index = torch.from_numpy(permuted(key, 0, spec.kept, width)).sort().values
+    return Selection(index, 1.0 if spec.scale == "none" else (width / spec.kept) ** 0.5)
 
 
 def grass(
@@ -100,16 +100,17 @@ def grass(
         name: Name of the leaf.
         leaf: Gradients in their own basis.
         at: Positions of the mask in a leaf.
-        sides: `grass_sides` of `spec`.
+        sides: `grass_side` of `spec`.
 
     Returns:
         w [B, sum of k], one `Part` per parameter (sides "two": per stacked weight with its folded bias).
 
+    >>> from functools import partial
     >>> from attrax.core.masks import mask_positions
     >>> from attrax.core.leaves import factorized
     >>> leaf, spec = factorized("w", torch.ones(1, 2, 30), torch.ones(1, 2, 50)), Grass(8)
-    >>> at = lambda leaf: mask_positions(spec.mask, leaf)
-    >>> grass(spec, "w", leaf, at=at, sides=grass_sides(spec)).w.shape
+    >>> at = partial(mask_positions, spec.mask)
+    >>> grass(spec, "w", leaf, at=at, sides=partial(grass_side, spec)).w.shape
     torch.Size([1, 8])
     """
     if spec.sides == "two" and is_matrix(leaf):

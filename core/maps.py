@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from attrax.core.dense import dense
 from attrax.core.gather import Positions, gradient_shape
-from attrax.core.grass import Grass, check_grass, grass, grass_sides
+from attrax.core.grass import Grass, check_grass, grass, grass_side
 from attrax.core.leaves import Leaf, Part
 from attrax.core.masks import Mask, check_mask, mask_positions, masked
 from attrax.core.projection import Projection, check_projection, projection_matrix
@@ -80,7 +80,7 @@ def _apply(spec: LinearMap, keep_rows: bool) -> Callable[[str, Leaf], Leaf]:
             return lambda name, leaf: masked(spec, leaf, at(leaf), keep_rows=keep_rows)
         case Grass():
             check_grass(spec)
-            return partial(grass, spec, at=_positions(spec.mask), sides=cached(grass_sides(spec)))
+            return partial(grass, spec, at=_positions(spec.mask), sides=cached(partial(grass_side, spec)))
         case Subspace():
             return lambda name, leaf: rows(on_sides(spec.side, spec.basis, name, leaf))
 

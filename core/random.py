@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 Kind: TypeAlias = Literal["rademacher", "gaussian"]
-_ROUNDS = 8
+_SORTED, _ROUNDS = 2**14, 8
 
 
 def stream_key(*words: object) -> int:
@@ -85,8 +85,9 @@ def random_rows(key: int, kind: Kind, rows: slice, columns: int) -> Float[Tensor
 def permuted(key: int, start: int, count: int, size: int) -> np.ndarray:
     """Entries `start` … of a random permutation of ``range(size)``, at the cost of these entries alone.
 
-    A Feistel network, whose round functions are tables of random words, permutes the next power of four; values that
-    fall outside the range are sent through again until they fall inside.  Reference: Black and Rogaway 2002.
+    A short permutation is the order of as many random words.  A long one is a Feistel network on the next power of
+    four, whose round functions are tables of random words; values that fall outside the range are sent through again
+    until they fall inside.  Reference: Black and Rogaway 2002.
 
     Args:
         key: Stream key.
@@ -107,7 +108,9 @@ def permuted(key: int, start: int, count: int, size: int) -> np.ndarray:
         raise ValueError(
             f"permuted: entries {start} to {start + count} of a permutation of {size}; take fewer."
         )
-    bits = max(4, (size.bit_length() + 1) // 2)
+    if size <= _SORTED:
+        return np.argsort(raw_words(key, 0, size), kind="stable")[start : start + count]
+    bits = (size.bit_length() + 1) // 2
     tables = raw_words(key, 0, _ROUNDS << bits).reshape(_ROUNDS, -1) >> np.uint64(64 - bits)
     values = _shuffled(np.arange(start, start + count, dtype=np.uint64), tables, bits)
     outside = np.flatnonzero(values >= size)

@@ -1,27 +1,42 @@
 """Random maps are unbiased and vary as their formulas say, within 5 standard errors over seeds."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
-from attrax.core import Grass, Mask, Materialized, Part, Projection, coordinates, projected
+from attrax.core import Grass, Mask, Materialized, Part, Projection, coordinates
+from attrax.core.grass import grass, grass_side
+from attrax.core.masks import mask_positions, masked
 from attrax.core.projection import projection_matrix
+from attrax.core.sides import on_sides
 
 from .dense import gradient
-from .maps import assert_mean, assert_variance, draws, matrix_of
-from .toys import KINDS, Sizes, generator, normal, unchecked
+from .maps import assert_mean, assert_variance, draws
+from .toys import KINDS, Sizes, generator, normal
 
 WIDTH, DIM = 16, 4
 X, Y = normal(generator(5), 2, WIDTH)
 Y = Y + X / 2
 
 
+def no_sides(name: str, side: str, width: int) -> None:
+    raise AssertionError("dense maps have no sides")
+
+
 def spread(x, y):
     """V1 = |x|^2 |y|^2 + <x,y>^2 - 2 sum x^2 y^2."""
     return float((x @ x) * (y @ y) + (x @ y) ** 2 - 2 * (x * y).square().sum())
+
+
+def transposed(spec, side, width):
+    """P^T [width, k]."""
+    found = projection_matrix(spec, "w", side, width)
+    assert found is not None
+    return found
 
 
 def masked_variance(x, y, kept):
@@ -42,12 +57,7 @@ VARIANCES: dict[str, tuple[Projection, float]] = {
 def test_random_matrices(name):
     spec, variance = VARIANCES[name]
 
-    def matrix(seed):
-        found = projection_matrix(replace(spec, seed=seed), "w", "dense", WIDTH)
-        assert found is not None
-        return found
-
-    matrices = draws(4000, matrix)
+    matrices = draws(4000, lambda seed: transposed(replace(spec, seed=seed), "dense", WIDTH))
     assert_mean(matrices @ matrices.mT, torch.eye(WIDTH, dtype=torch.float64))
     products = ((X @ matrices) * (Y @ matrices)).sum(1)
     assert_mean(products, float(X @ Y))
@@ -71,10 +81,11 @@ def test_grass():
     within = sum(spread(x[s], y[s]) for s in subsets) / len(subsets) * (d / kept) ** 2 / dim
 
     def product(seed):
-        out: Any = projected(Grass(dim, blowup=kept // dim, seed=seed))("w", pair)
+        spec = Grass(dim, blowup=kept // dim, seed=seed)
+        out = grass(spec, "w", pair, at=partial(mask_positions, spec.mask), sides=no_sides)
         return out.w[0] @ out.w[1]
 
-    products = draws(4000, product)
+    products = draws(2000, product)
     assert_mean(products, float(x @ y))
     assert_variance(products, masked_variance(x, y, kept) + within)
 
@@ -96,45 +107,50 @@ def test_gaussian_matrices_on_both_sides():
         + (float(outer.square().sum()) + inner**2) / k
     ) / k + (float(outer.square().sum()) + trace(outer)) / k  # fmt: skip
 
-    def sides(seed):
-        found = [
-            projection_matrix(Projection(k, "gaussian", seed=seed), "w", s, w) for s, w in zip("ga", (No, Ni))
-        ]
-        Pg, Pa = (P.double() for P in found if P is not None)
-        return ((Pg.T @ M @ Pa) * (Pg.T @ N @ Pa)).sum()
-
-    products = draws(6000, sides)
+    Pg, Pa = (
+        draws(6000, lambda seed, s=s, n=n: transposed(Projection(k, "gaussian", seed=seed), s, n))
+        for s, n in (("g", No), ("a", Ni))
+    )
+    products = ((Pg.mT @ M @ Pa) * (Pg.mT @ N @ Pa)).sum((1, 2))
     assert_mean(products, inner)
     assert_variance(products, variance)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        Projection(3), Projection(3, "gaussian"), Projection(3, "sjlt"), Projection(3, "srht"),
-        Projection(9, sides="elementwise"), Projection(9, "gaussian", "elementwise"), Grass(3, "two", blowup=3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_elementwise_projections(kind):
+    """E sum_r k (P_g G P_a^T)_rr (P_g H P_a^T)_rr = <G, H>."""
+    k, (G, H) = 9, normal(generator(9), 2, 5, 4)
+    H = G + H
+    Pg, Pa = (
+        draws(2000, lambda seed, s=s, n=n: transposed(Projection(k, kind, "elementwise", seed), s, n))
+        for s, n in (("g", 5), ("a", 4))
+    )
+    x, y = (k**0.5 * (Pg.mT @ W @ Pa).diagonal(dim1=1, dim2=2) for W in (G, H))
+    assert_mean((x * y).sum(1), float((G * H).sum()))
+
+
+@pytest.mark.parametrize("spec", [Projection(3), Projection(3, "srht"), Grass(3, "two", blowup=3)])
 def test_maps_of_layers(spec: Any):
     """Inner products of gradients with two sides, a folded bias and stacked parts."""
     x, y = Sizes(1, 1, 4, 3, 6, 5, seed=2).pair(KINDS["stacked_bias"])
     G, H = gradient(x), gradient(y)
     both = Materialized(torch.cat([G, H + G]), x.parts, True)
 
+    side = grass_side if isinstance(spec, Grass) else projection_matrix
+
     def product(seed):
-        out = gradient(projected(replace(spec, seed=seed))("w", both))
+        out = gradient(on_sides(partial(side, replace(spec, seed=seed)), "seen", "w", both))
         return (out[0] * out[1]).sum()
 
-    assert_mean(draws(1500, product), float((G * (H + G)).sum()))
+    assert_mean(draws(1000, product), float((G * (H + G)).sum()))
 
 
 def test_unscaled_masks_weigh_by_their_share():
-    chosen = draws(
-        2000, lambda seed: (gradient(projected(Mask(4, seed, "none"))("w", UNIT))).flatten(1).sum(1)
-    )
-    assert_mean(chosen.mean(1), 4 / WIDTH)
-    with unchecked():
-        assert matrix_of(Mask(4), "w", UNIT).square().sum() == WIDTH
+    pair = Materialized(torch.stack([X, Y]), (Part("w", WIDTH),))
 
+    def product(seed):
+        spec = Mask(4, seed, "none")
+        out: Any = masked(spec, pair, mask_positions(spec, pair), keep_rows=False)
+        return out.w[0] @ out.w[1]
 
-UNIT = Materialized(torch.eye(WIDTH, dtype=torch.float64), (Part("w", WIDTH),))
+    assert_mean(draws(1000, product), 4 / WIDTH * float(X @ Y))
