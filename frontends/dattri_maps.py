@@ -97,16 +97,17 @@ def _projector(
 
 def _check(projector: Callable[[Tensor], Tensor], spec: DattriProjection, name: str, width: int) -> None:
     """Refuse a projector that is not one fixed, linear, unbiased map."""
-    x = torch.randn(16, width, generator=torch.Generator().manual_seed(0)).to(spec.device)
+    vectors = max(3, 512 // spec.dim)
+    x = torch.randn(vectors, width, generator=torch.Generator().manual_seed(0)).to(spec.device)
     first, again, both = projector(x), projector(x), projector(x[:1] + x[1:2])
     ratio = (_squared(first) / _squared(x)).mean()
-    freedom = spec.dim * min(len(x), width)
+    freedom = spec.dim * min(vectors, width)
     allowed = 2 * (20 / freedom) ** 0.5 + 40 / freedom  # of a chi^2: Laurent and Massart 2000
     faults = {
         "does not repeat itself": not torch.equal(first, again),
         "is not linear": not torch.allclose(first[0] + first[1], both[0], rtol=1e-3, atol=1e-3),
         f"scales squared lengths by {float(ratio):.3g}": abs(float(ratio) - 1) > allowed,
-        f"gives {tuple(first.shape)}": first.shape != (len(x), spec.dim),
+        f"gives {tuple(first.shape)}": first.shape != (vectors, spec.dim),
     }
     found = [fault for fault, present in faults.items() if present]
     if found:
