@@ -125,6 +125,19 @@ def test_coordinates_do_not_depend_on_stacking():
             assert_same(w, found[p.weight])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_coordinates_are_asked_for_in_the_stored_shape(kind):
+    leaf = BIG.one(KINDS[kind])
+    asked = {}
+    gather.positions(
+        leaf, lambda name, shape: asked.setdefault(name, shape) and torch.zeros(1, dtype=torch.long)
+    )
+    expected = {name: tuple(w.shape[1:]) for name, w in stored(GradTree({"w": leaf})).items()}
+    assert {n: prod(s) for n, s in asked.items()} == {n: prod(s) for n, s in expected.items()}
+    if kind != "built_tensor":
+        assert asked == expected
+
+
 def test_a_parameter_of_several_axes_is_one_list_of_entries():
     gen = generator(0)
     x, g = normal(gen, 2, 3, 6), normal(gen, 2, 3, 6)
