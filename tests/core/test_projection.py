@@ -26,7 +26,7 @@ from attrax.core import (
     unstack,
 )
 from attrax.core import dense as module
-from attrax.core.projection import projection_matrix
+from attrax.core.projection import projection_key, projection_matrix
 
 from .dense import assert_same, gradient, vectors
 from .toys import (
@@ -59,6 +59,13 @@ def side(spec, name, which, width):
     """P [k, width] of one side in float64; the identity where the side is kept."""
     matrix = projection_matrix(spec, name, which, width)
     return torch.eye(width, dtype=torch.float64) if matrix is None else matrix.double().T
+
+
+def flat_side(spec, width):
+    """P [k, width] of the flat gradient; structured matrices have entries 0 or +-c, c in float64."""
+    P = side(spec, "layer", "dense", width)
+    count = {"sjlt": spec.nonzeros, "srht": spec.dim}.get(spec.kind)
+    return P if count is None else P.sign() * count**-0.5
 
 
 def two_sided(spec, name, leaf):
@@ -97,7 +104,7 @@ def test_dense_projection_is_the_product_with_the_flat_gradient(kind, size, spec
     leaf = size.one(KINDS[kind])
     flat = gradient(leaf).flatten(1)
     width = flat.shape[1]
-    P = torch.eye(width, dtype=torch.float64) if width <= spec.dim else side(spec, "layer", "dense", width)
+    P = torch.eye(width, dtype=torch.float64) if width <= spec.dim else flat_side(spec, width)
     out = projected(spec)("layer", leaf)
     assert isinstance(out, Materialized) and out.basis == spec.basis
     assert_same(out.w, flat @ P.T)
@@ -223,6 +230,11 @@ def test_matrices_depend_on_seed_name_side_width_dimension_and_kind():
         else:
             both = torch.stack([a[:50, :4].flatten(), b[:50, :4].flatten()])
             assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / 200**0.5
+
+
+def test_sparse_projections_of_other_sparsity_are_drawn_apart():
+    one, two = (Projection(4, "sjlt", nonzeros=s) for s in (1, 2))
+    assert projection_key(one, "w", "a", 50) != projection_key(two, "w", "a", 50)
 
 
 def test_entries_have_variance_one_over_k():
