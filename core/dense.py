@@ -17,6 +17,7 @@ _CHUNK = 2**22
 def flattened(leaf: Leaf) -> Float[Tensor, "B d"]:
     """Built gradients of a leaf, one row an example, float32 or better.
 
+    >>> import torch
     >>> from attrax.core.leaves import factorized
     >>> flattened(factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))).shape
     torch.Size([2, 20])
@@ -28,6 +29,7 @@ def flattened(leaf: Leaf) -> Float[Tensor, "B d"]:
 def dense(spec: Projection, name: str, leaf: Leaf) -> Materialized:
     """P vec(G); exact if no wider than k.
 
+    >>> import torch
     >>> from attrax.core.leaves import factorized
     >>> leaf = factorized("w", torch.ones(1, 9, 4), torch.ones(1, 9, 5))
     >>> dense(Projection(3, "srht", "dense"), "w", leaf).w.shape
