@@ -11,6 +11,7 @@ from attrax.core.algebra import unstack as unstack
 from attrax.core.contract import CPU as CPU
 from attrax.core.contract import Hardware as Hardware
 from attrax.core.contract import Plan as Plan
+from attrax.core.grass import Grass as Grass
 from attrax.core.identity import content_ids as content_ids
 from attrax.core.identity import fingerprint as fingerprint
 from attrax.core.kronecker import Eigenbasis as Eigenbasis
@@ -41,6 +42,15 @@ from attrax.core.leaves import factorized as factorized
 from attrax.core.leaves import grouped as grouped
 from attrax.core.leaves import lookup as lookup
 from attrax.core.leaves import materialized as materialized
+from attrax.core.lowrank import LowRank as LowRank
+from attrax.core.lowrank import low_rank as low_rank
+from attrax.core.lowrank import low_rank_tree as low_rank_tree
+from attrax.core.maps import LinearMap as LinearMap
+from attrax.core.maps import project as project
+from attrax.core.maps import projected as projected
+from attrax.core.masks import Mask as Mask
+from attrax.core.masks import coordinates as coordinates
+from attrax.core.masks import disjoint_masks as disjoint_masks
 from attrax.core.products import gram as gram
 from attrax.core.products import gram_leaf as gram_leaf
 from attrax.core.products import norms as norms
@@ -50,8 +60,6 @@ from attrax.core.products import sq_norms as sq_norms
 from attrax.core.products import sq_norms_leaf as sq_norms_leaf
 from attrax.core.products import token_scores as token_scores
 from attrax.core.projection import Projection as Projection
-from attrax.core.projection import project as project
-from attrax.core.projection import projected as projected
 from attrax.core.pytree import tree_map as tree_map
 from attrax.core.reduce import aggregate as aggregate
 from attrax.core.reduce import compact as compact
@@ -70,6 +78,8 @@ from attrax.core.source import row_sums as row_sums
 from attrax.core.source import selected as selected
 from attrax.core.source import targeted as targeted
 from attrax.core.source import transformed as transformed
+from attrax.core.subspace import Subspace as Subspace
+from attrax.core.subspace import fit_subspace as fit_subspace
 from attrax.core.tree import Block as Block
 from attrax.core.tree import Examples as Examples
 from attrax.core.tree import GradTree as GradTree

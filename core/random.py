@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 Kind: TypeAlias = Literal["rademacher", "gaussian"]
+_SORTED, _ROUNDS = 2**14, 8
 
 
 def stream_key(*words: object) -> int:
@@ -79,3 +80,48 @@ def random_rows(key: int, kind: Kind, rows: slice, columns: int) -> Float[Tensor
         raise ValueError(f"projection kind: got {kind!r}; expected 'rademacher' or 'gaussian'.")
     values = draw(key, rows.start * columns, (rows.stop - rows.start) * columns)
     return torch.from_numpy(np.ascontiguousarray(values)).reshape(-1, columns)
+
+
+def permuted(key: int, start: int, count: int, size: int) -> np.ndarray:
+    """Entries `start` … of a random permutation of ``range(size)``, at the cost of these entries alone.
+
+    A short permutation is the order of as many random words.  A long one is a Feistel network on the next power of
+    four, whose round functions are tables of random words; values that fall outside the range are sent through again
+    until they fall inside.  Reference: Black and Rogaway 2002.
+
+    Args:
+        key: Stream key.
+        start: First entry.
+        count: Number of entries.
+        size: Length of the permutation.
+
+    Returns:
+        int64 [count], all different.
+
+    Raises:
+        ValueError: If the entries are not all within the permutation.
+
+    >>> sorted(permuted(7, 0, 5, 5).tolist()), bool((permuted(7, 2, 3, 5) == permuted(7, 0, 5, 5)[2:]).all())
+    ([0, 1, 2, 3, 4], True)
+    """
+    if not 0 <= start <= start + count <= size:
+        raise ValueError(
+            f"permuted: entries {start} to {start + count} of a permutation of {size}; take fewer."
+        )
+    if size <= _SORTED:
+        return np.argsort(raw_words(key, 0, size), kind="stable")[start : start + count]
+    bits = (size.bit_length() + 1) // 2
+    tables = raw_words(key, 0, _ROUNDS << bits).reshape(_ROUNDS, -1) >> np.uint64(64 - bits)
+    values = _shuffled(np.arange(start, start + count, dtype=np.uint64), tables, bits)
+    outside = np.flatnonzero(values >= size)
+    while len(outside):
+        values[outside] = _shuffled(values[outside], tables, bits)
+        outside = outside[values[outside] >= size]
+    return values.astype(np.int64)
+
+
+def _shuffled(values: np.ndarray, tables: np.ndarray, bits: int) -> np.ndarray:
+    left, right = values >> np.uint64(bits), values & np.uint64((1 << bits) - 1)
+    for table in tables:
+        left, right = right, left ^ table[right]
+    return left << np.uint64(bits) | right

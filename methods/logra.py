@@ -21,6 +21,7 @@ from attrax.core import (
     Projection,
     Scores,
     Source,
+    Subspace,
     Target,
     Transform,
     chain,
@@ -51,7 +52,7 @@ class ProjectedFisher:
     """
 
     fisher: Mapping[str, tuple[Tensor, ...]]
-    projection: Projection
+    projection: Projection | Subspace
     target: Target
     fingerprint: str
     examples: int
@@ -64,13 +65,13 @@ def _blocks(leaf: Leaf) -> list[Tensor]:
 
 
 def fit_logra(
-    train: Source, *, projection: Projection, target: Target = "sum", scope: Scope = is_linear
+    train: Source, *, projection: Projection | Subspace, target: Target = "sum", scope: Scope = is_linear
 ) -> ProjectedFisher:
     """Accumulate F per layer in one pass.
 
     Args:
         train: Gradients of the fit set at fixed parameters (or already projected with `projection`).
-        projection: Two-sided projection.
+        projection: Two-sided projection, random or to a fitted subspace (PCA-initialised LoGRA).
         target: Loss convention.
         scope: Which leaves take part.
 
@@ -99,13 +100,11 @@ def fit_logra(
     return ProjectedFisher(fisher, projection, target, fingerprint, count)
 
 
-def _view(projection: Projection, scope: Scope) -> Transform:
+def _view(projection: Projection | Subspace, scope: Scope) -> Transform:
     change = projected(projection)
 
     def run(name: str, leaf: Leaf) -> Leaf | None:
-        if not scope(name, leaf):
-            return None
-        return leaf if leaf.basis == projection.basis else change(name, leaf)
+        return change(name, leaf) if scope(name, leaf) else None
 
     return run
 

@@ -25,8 +25,8 @@ from attrax.core import (
     tree_map,
     unstack,
 )
-from attrax.core import projection as module
-from attrax.core.projection import projection_matrix
+from attrax.core import dense as module
+from attrax.core.projection import projection_key, projection_matrix
 
 from .dense import assert_same, gradient, vectors
 from .toys import (
@@ -48,8 +48,10 @@ from .toys import (
 
 MATRICES = {**LINEAR, **{kind: KINDS[kind] for kind in ("embedding", "built_matrix", "tied", "mixed")}}
 VECTORS = {kind: KINDS[kind] for kind in ("norm", "bias", "built_vector")}
-specs = st.builds(
-    Projection, st.integers(1, 4), st.sampled_from(("rademacher", "gaussian")), seed=st.integers(0, 99)
+DRAWN = ("rademacher", "gaussian", "sjlt", "srht")
+specs = st.one_of(
+    st.builds(Projection, st.integers(1, 4), st.sampled_from(DRAWN), seed=st.integers(0, 99)),
+    st.builds(Projection, st.just(4), st.just("sjlt"), seed=st.integers(0, 99), nonzeros=st.just(2)),
 )
 
 
@@ -57,6 +59,13 @@ def side(spec, name, which, width):
     """P [k, width] of one side in float64; the identity where the side is kept."""
     matrix = projection_matrix(spec, name, which, width)
     return torch.eye(width, dtype=torch.float64) if matrix is None else matrix.double().T
+
+
+def flat_side(spec, width):
+    """P [k, width] of the flat gradient; structured matrices have entries 0 or +-c, c in float64."""
+    P = side(spec, "layer", "dense", width)
+    count = {"sjlt": spec.nonzeros, "srht": spec.dim}.get(spec.kind)
+    return P if count is None else P.sign() * count**-0.5
 
 
 def two_sided(spec, name, leaf):
@@ -95,7 +104,7 @@ def test_dense_projection_is_the_product_with_the_flat_gradient(kind, size, spec
     leaf = size.one(KINDS[kind])
     flat = gradient(leaf).flatten(1)
     width = flat.shape[1]
-    P = torch.eye(width, dtype=torch.float64) if width <= spec.dim else side(spec, "layer", "dense", width)
+    P = torch.eye(width, dtype=torch.float64) if width <= spec.dim else flat_side(spec, width)
     out = projected(spec)("layer", leaf)
     assert isinstance(out, Materialized) and out.basis == spec.basis
     assert_same(out.w, flat @ P.T)
@@ -110,10 +119,11 @@ def test_projecting_the_identity_shows_the_matrix():
     assert_same(out.w, matrix.double())
 
 
+@pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10**9])
-def test_row_chunks_do_not_change_a_dense_projection(chunk, monkeypatch):
+def test_row_chunks_do_not_change_a_dense_projection(chunk, kind, monkeypatch):
     leaf = Sizes(4, 1, 2, 1, 7, 9).one(KINDS["linear"])
-    spec = Projection(5, sides="dense")
+    spec = Projection(5, kind, sides="dense")
     whole: Any = projected(spec)("w", leaf)
     monkeypatch.setattr(module, "_CHUNK", chunk)
     cut: Any = projected(spec)("w", leaf)
@@ -168,7 +178,7 @@ def test_the_largest_exact_dimension_keeps_gram_matrices():
 
 
 @pytest.mark.parametrize("which", ["a", "g", "dense"])
-@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("width", [48, 192, 768])
 def test_inner_products_are_unbiased_at_every_width(which, kind, width):
     """Otherwise a sum over layers would weigh them by their shapes."""
@@ -220,6 +230,11 @@ def test_matrices_depend_on_seed_name_side_width_dimension_and_kind():
         else:
             both = torch.stack([a[:50, :4].flatten(), b[:50, :4].flatten()])
             assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / 200**0.5
+
+
+def test_sparse_projections_of_other_sparsity_are_drawn_apart():
+    one, two = (Projection(4, "sjlt", nonzeros=s) for s in (1, 2))
+    assert projection_key(one, "w", "a", 50) != projection_key(two, "w", "a", 50)
 
 
 def test_entries_have_variance_one_over_k():
@@ -292,14 +307,14 @@ def test_sides_that_used_different_projections_do_not_meet():
 
 @pytest.mark.parametrize("wrong", [dict(dim=0), dict(dim=-3), dict(dim=4, sides="three")])
 def test_specifications_without_meaning_are_refused(wrong: dict[str, Any]):
-    with refused("project: got Projection(", "dim >= 1", "'two' or 'dense'"):
+    with refused("project: got Projection(", "dim >= 1", "'two', 'elementwise' or 'dense'"):
         projected(Projection(**wrong))
 
 
 def test_unknown_kinds_are_refused():
     unknown: Any = "cauchy"
     leaf = SMALL.one(LINEAR["linear"])
-    with refused("projection kind: got 'cauchy'", "'rademacher' or 'gaussian'"):
+    with refused("projection kind: got 'cauchy'", "'rademacher', 'gaussian', 'sjlt', 'srht'"):
         projected(Projection(2, unknown))("w", leaf)
 
 

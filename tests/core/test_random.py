@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from scipy import stats
 
-from attrax.core.random import random_rows, raw_words, stream_key, uniform
+from attrax.core.random import permuted, random_rows, raw_words, stream_key, uniform
 
 from .toys import law, refused
 
@@ -80,6 +80,56 @@ def test_normals_are_normal():
     assert stats.kstest(x, "norm").pvalue > 1e-3
     assert abs(np.corrcoef(x[1:], x[:-1])[0, 1]) < 5 / len(x) ** 0.5
     assert np.isfinite(x).all()
+
+
+long = st.integers(2**14 + 1, 40_000)
+
+
+@law(50, size=st.one_of(st.integers(1, 3000), long), start=st.integers(0, 3000), count=st.integers(0, 3000))
+def test_parts_of_a_permutation_are_those_of_the_whole(size, start, count):
+    whole = permuted(KEY, 0, size, size)
+    assert sorted(whole.tolist()) == list(range(size))
+    start = min(start, size)
+    count = min(count, size - start)
+    assert np.array_equal(permuted(KEY, start, count, size), whole[start : start + count])
+
+
+def test_permutations_never_change():
+    assert permuted(KEY, 0, 8, 1000).tolist() == [15, 657, 688, 485, 497, 331, 567, 985]
+    assert permuted(KEY, 10**9, 3, 10**12).tolist() == [756399849237, 587608823679, 303125578543]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 17])
+def test_permutations_are_uniform(size):
+    """Every entry is everywhere equally often, and so is every ordered pair in the first two places."""
+    draws = 4000
+    found = np.stack([permuted(stream_key(seed, "p"), 0, size, size) for seed in range(draws)])
+    counts = np.stack([np.bincount(column, minlength=size) for column in found.T])
+    assert (abs(counts - draws / size) < 5 * (draws / size) ** 0.5).all()
+    pairs = np.bincount(found[:, 0] * size + found[:, 1], minlength=size**2)
+    expected = draws / (size * (size - 1))
+    different = ~np.eye(size, dtype=bool).flatten()
+    assert (abs(pairs[different] - expected) < 5 * expected**0.5).all()
+    assert not pairs[~different].any()
+
+
+def test_long_permutations_are_uniform():
+    """First two entries in 6 x 6 equal pieces of the range, over many keys; neighbours are unrelated."""
+    draws, size = 4000, 2**14 + 2
+    found = np.stack([permuted(stream_key(seed, "p"), 5, 2, size) for seed in range(draws)])
+    pieces = found * 6 // size
+    counts = np.bincount(pieces[:, 0] * 6 + pieces[:, 1], minlength=36)
+    assert (abs(counts - draws / 36) < 5 * (draws / 36) ** 0.5).all()
+    whole = permuted(KEY, 0, size, size)
+    places = np.arange(size)
+    for other in (places, whole[np.roll(places, 1)], whole[::-1]):
+        assert abs(np.corrcoef(whole, other)[0, 1]) < 5 / size**0.5
+    assert abs(int((whole == places).sum()) - 1) < 6
+
+
+def test_more_entries_than_a_permutation_has_are_refused():
+    with refused("permuted: entries 3 to 6 of a permutation of 5", "take fewer"):
+        permuted(KEY, 3, 3, 5)
 
 
 def test_unknown_kinds_are_refused():

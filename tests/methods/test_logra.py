@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from attrax.core import Blocks, GradTree, Projection, factorized, project, scale_examples
+from attrax.core import (
+    Blocks,
+    GradTree,
+    Projection,
+    factorized,
+    fit_subspace,
+    kronecker_sums,
+    project,
+    scale_examples,
+)
 from attrax.methods import fit_logra, graddot, logra, score_logra
 
 from ..core.dense import assert_same, gradient
@@ -17,7 +26,7 @@ TRAIN, QUERY = FIT.trees(LINEAR)
 EVERYTHING, QUESTIONS = FIT.trees()
 
 
-def dense_logra(train: GradTree, query: GradTree, spec: Projection, damping: float) -> torch.Tensor:
+def dense_logra(train: GradTree, query: GradTree, spec: Any, damping: float) -> torch.Tensor:
     """x^T (F + damping tr(F)/d)^-1 x over layers, each part of a stack on its own."""
     total = torch.zeros(())
     for name, leaf in project(train, spec).items():
@@ -66,6 +75,22 @@ def test_a_fit_is_scored_again_without_refitting():
     for damping in (0.1, 3.0, 0.1):
         s = score_logra(fit, source(TRAIN), source(QUERY), damping=damping)
         assert_same(s.values, dense_logra(TRAIN, QUERY, Projection(2), damping))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        fit_subspace({name: kronecker_sums(leaf) for name, leaf in TRAIN.items()}, 2),
+        Projection(2, "srht"),
+        Projection(2, "sjlt", nonzeros=2),
+    ],
+)
+def test_any_map_of_layers_serves(spec: Any):
+    """Among them PCA-initialised LoGRA."""
+    fit = fit_logra(source(TRAIN), projection=spec)
+    s = score_logra(fit, source(TRAIN), source(QUERY))
+    assert_same(s.values, dense_logra(TRAIN, QUERY, spec, 0.1))
+    assert s.about["projection"] == spec.basis
 
 
 def test_already_projected_gradients_score_the_same():
