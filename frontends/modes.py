@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -80,9 +81,8 @@ def check_coupled(model: nn.Module) -> None:
 @contextlib.contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
     """Hugging Face models keep no keys, values or states for generation, which a module run again would find filled."""
-    configs = {
-        id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False)
-    }
+    found: list[Any] = [getattr(m, "config", None) for m in model.modules()]
+    configs = {id(c): c for c in found if getattr(c, "use_cache", False)}
     try:
         for config in configs.values():
             config.use_cache = False
