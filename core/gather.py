@@ -14,10 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attrax.core.algebra import concat_rows, wide
-from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum
-from attrax.core.reduce import materialize_leaf
+from attrax.core.leaves import Diagonal, Factorized, Grouped, Leaf, Lookup, Materialized, Part, Sum
+from attrax.core.reduce import materialize_leaf, stored
 from attrax.core.sides import is_matrix
 from attrax.core.terms import with_bias_column
+from attrax.core.tree import GradTree
 
 _SPARSE = 256
 _CHUNK = 2**24
@@ -41,7 +42,7 @@ class Positions:
 
 
 def gradient_shape(leaf: Leaf) -> tuple[int, int]:
-    """[No, Ni (+1 with bias)] of a matrix gradient, [1, d] of a vector.
+    """[No, Ni (+1 with bias)] of a matrix gradient, [1, d] of any other, flattened as it is stored.
 
     >>> from attrax.core.leaves import factorized
     >>> gradient_shape(factorized("w", torch.ones(1, 2, 3), torch.ones(1, 2, 5), bias="b"))
@@ -54,6 +55,8 @@ def gradient_shape(leaf: Leaf) -> tuple[int, int]:
             return leaf.rows, leaf.g.shape[-1]
         case Diagonal():
             return 1, leaf.g.shape[-1]
+        case Grouped():
+            return 1, leaf.parts[0].width * leaf.a.shape[-1]
         case Materialized():
             return (leaf.w.shape[1], leaf.w.shape[2]) if leaf.w.ndim == 3 else (1, prod(leaf.w.shape[1:]))
         case Sum():
@@ -121,6 +124,8 @@ def gathered_rows(leaf: Leaf, at: Positions) -> Leaf:
         case Lookup():
             hot = (leaf.ids.unsqueeze(-1) == at.o.to(leaf.ids.device)).to(wide(leaf.g.dtype))
             return Diagonal(hot, _pick(leaf.g, at.c), at.parts, leaf.calls)
+        case Grouped():
+            return Materialized(_entries(_flat(leaf), at), at.parts)
         case Diagonal():
             x = leaf.x if leaf.x.shape[-1] == 1 else _pick(leaf.x, at.c)
             return replace(leaf, x=x, g=_pick(leaf.g, at.c), parts=at.parts)
@@ -141,12 +146,20 @@ def gathered(leaf: Leaf, at: Positions) -> Float[Tensor, "B k"]:
     if isinstance(leaf, Sum):
         return torch.stack([gathered(use, at) for use in leaf.uses]).sum(0)
     No, Ni = gradient_shape(leaf)
+    if isinstance(leaf, Grouped):
+        return _entries(_flat(leaf), at)
     if isinstance(leaf, Materialized | Diagonal) or len(at.o) * _SPARSE >= No * Ni:
         return _entries(materialize_leaf(leaf), at)
     step = max(1, _CHUNK // max(1, leaf.g.shape[0] * leaf.g.shape[1]))
     chunks = zip(at.o.split(step), at.c.split(step), strict=True)
     pieces = [replace(at, o=o, c=c, parts=(Part("", len(o)),)) for o, c in chunks]
     return torch.cat([materialize_leaf(gathered_rows(leaf, piece)).w for piece in pieces], 1)
+
+
+def _flat(leaf: Grouped) -> Materialized:
+    """The gradient as a vector in the stored layout."""
+    w = stored(GradTree({"": leaf}))[leaf.parts[0].weight]
+    return Materialized(w.flatten(1), leaf.parts)
 
 
 def _pick(x: Float[Tensor, "B T N"], index: Int[Tensor, " k"]) -> Float[Tensor, "B T k"]:

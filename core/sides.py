@@ -1,8 +1,9 @@
 """Maps on the two sides of a gradient: ``M_g G M_a^T = sum_t (M_g g_t)(M_a a_t)^T``, never building G where rows exist.
 
 A side's map is a matrix, a selection of coordinates, or None for the identity.  Whatever supplies them (random
-projections, masks, eigenvectors), a folded bias is the last column of side a, every stacked part has its own M_g, an
-embedding's one-hot side is a lookup of columns, and the uses of a tied weight meet the same maps.
+projections, masks, eigenvectors), a folded bias is the last column of side a, every stacked part has its own M_g, all
+groups of a parameter share one map a side, an embedding's one-hot side is a lookup of columns, and the uses of a tied
+weight meet the same maps.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attrax.core.algebra import concat_rows, wide
-from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Part, Sum
+from attrax.core.leaves import Diagonal, Factorized, Grouped, Leaf, Lookup, Materialized, Part, Sum
 from attrax.core.reduce import materialize_leaf
 from attrax.core.terms import with_bias_column
 
@@ -96,6 +97,12 @@ def on_sides(sides: Sides, basis: str, name: str, leaf: Leaf) -> Leaf:
             a = _apply(leaf.g, sides(name, "a", leaf.g.shape[-1]))
             g = _columns(leaf.ids, leaf.rows, maps[0], leaf.g)
             return Factorized(a, g, tuple(parts), False, leaf.calls, basis)
+        case Grouped():
+            (part,), groups, No = leaf.parts, leaf.g.shape[1], leaf.g.shape[-1]
+            map_g = sides(part.weight, "g", No)
+            a, g = _apply(leaf.a, sides(name, "a", leaf.a.shape[-1])), _apply(leaf.g, map_g)
+            part = replace(part, width=groups * g.shape[-1], shape=(), transposed=False)
+            return replace(leaf, a=a, g=g, parts=(part,), basis=basis)
         case Sum():
             uses = [on_sides(sides, basis, name, use) for use in leaf.uses]
             factored = [use for use in uses if isinstance(use, Factorized)]
@@ -131,7 +138,7 @@ def is_matrix(leaf: Leaf) -> bool:
         case Materialized():
             return leaf.w.ndim == 3
         case _:
-            return not isinstance(leaf, Diagonal)
+            return isinstance(leaf, Factorized | Lookup)
 
 
 def elementwise(leaf: Leaf, dim: int) -> Leaf:
@@ -145,6 +152,10 @@ def elementwise(leaf: Leaf, dim: int) -> Leaf:
         case Factorized():
             x = leaf.a.repeat(1, 1, len(leaf.parts))
             return Diagonal(x, leaf.g * dim**0.5, leaf.parts, leaf.calls, leaf.basis)
+        case Grouped():
+            (part,), width = leaf.parts, leaf.g.shape[1] * dim
+            a, g = (x.transpose(1, 2).flatten(2) for x in (leaf.a, leaf.g))
+            return Diagonal(a, g * dim**0.5, (replace(part, width=width),), leaf.calls, leaf.basis)
         case Materialized() if leaf.w.ndim == 3:
             blocks = leaf.w.unflatten(1, (len(leaf.parts), dim))
             return replace(leaf, w=blocks.diagonal(dim1=2, dim2=3).flatten(1) * dim**0.5)

@@ -115,7 +115,7 @@ def recompute_form(
         rows: Number of examples B.
     """
     outputs = tapped(output)
-    arguments, tensors = without_tensors((tuple(args), dict(kwargs)))
+    arguments, tensors = without_tensors(stateless(args, kwargs))
     known = tuple(layout for layout in layouts if layout is not None)
     taken, made = known[: len(tensors)], known[len(tensors) :]
     if len(known) < len(layouts) or not made or SHARED in made or all(x is SHARED for x in taken):
@@ -126,4 +126,10 @@ def recompute_form(
 
 def recompute_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> list[Tensor]:
     """The tensors of a call whose examples have to be placed: all inputs, then the outputs that carry gradients."""
-    return [*without_tensors((tuple(args), dict(kwargs)))[1], *tapped(output)]
+    return [*without_tensors(stateless(args, kwargs))[1], *tapped(output)]
+
+
+def stateless(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without caches for generation, which the call has filled: training passes them empty."""
+    kept = [None if type(x).__name__.endswith("Cache") else x for x in (*args, *kwargs.values())]
+    return tuple(kept[: len(args)]), dict(zip(kwargs, kept[len(args) :], strict=True))
