@@ -15,10 +15,9 @@ from torch import Tensor
 
 from attrax.core.algebra import concat_rows, wide
 from attrax.core.leaves import Diagonal, Factorized, Grouped, Leaf, Lookup, Materialized, Part, Sum
-from attrax.core.reduce import materialize_leaf, stored
+from attrax.core.reduce import materialize_leaf
 from attrax.core.sides import is_matrix
 from attrax.core.terms import with_bias_column
-from attrax.core.tree import GradTree
 
 _SPARSE = 256
 _CHUNK = 2**24
@@ -42,7 +41,7 @@ class Positions:
 
 
 def gradient_shape(leaf: Leaf) -> tuple[int, int]:
-    """[No, Ni (+1 with bias)] of a matrix gradient, [1, d] of any other, flattened as it is stored.
+    """[No, Ni (+1 with bias)] of a matrix gradient, [U No, Ni] of a grouped one, [1, d] of a vector.
 
     >>> from attrax.core.leaves import factorized
     >>> gradient_shape(factorized("w", torch.ones(1, 2, 3), torch.ones(1, 2, 5), bias="b"))
@@ -56,9 +55,10 @@ def gradient_shape(leaf: Leaf) -> tuple[int, int]:
         case Diagonal():
             return 1, leaf.g.shape[-1]
         case Grouped():
-            return 1, leaf.parts[0].width * leaf.a.shape[-1]
+            return leaf.parts[0].width, leaf.a.shape[-1]
         case Materialized():
-            return (leaf.w.shape[1], leaf.w.shape[2]) if leaf.w.ndim == 3 else (1, prod(leaf.w.shape[1:]))
+            shape = leaf.w.shape[1:]
+            return (prod(shape[:-1]), shape[-1]) if len(shape) in (2, 3) else (1, prod(shape))
         case Sum():
             return gradient_shape(leaf.uses[0])
 
@@ -77,6 +77,9 @@ def positions(leaf: Leaf, choose: Callable[[str, tuple[int, ...]], Int[Tensor, "
     (tensor([1]), tensor([0]))
     """
     _, Ni = gradient_shape(leaf)
+    groups = _groups(leaf)
+    if groups is not None:
+        return _in_groups(leaf.parts[0], *groups, choose)
     if not is_matrix(leaf):
         c = choose(leaf.parts[0].weight, leaf.parts[0].shape or (Ni,))
         return Positions(torch.zeros_like(c), c, (Part(leaf.parts[0].weight, len(c)),), (Ni,))
@@ -98,6 +101,28 @@ def positions(leaf: Leaf, choose: Callable[[str, tuple[int, ...]], Int[Tensor, "
     parts = tuple(Part(each.name, len(each.o)) for each in found)
     o, c = torch.cat([each.o for each in found]), torch.cat([each.c for each in found])
     return Positions(o, c, parts, tuple(each.size for each in found))
+
+
+def _groups(leaf: Leaf) -> tuple[int, int, int] | None:
+    """(U, No, Ni) of a grouped gradient."""
+    match leaf:
+        case Grouped():
+            return leaf.g.shape[1], leaf.g.shape[3], leaf.a.shape[3]
+        case Materialized() if leaf.w.ndim == 4:
+            return leaf.w.shape[1], leaf.w.shape[2], leaf.w.shape[3]
+        case Sum():
+            return _groups(leaf.uses[0])
+        case _:
+            return None
+
+
+def _in_groups(
+    part: Part, U: int, No: int, Ni: int, choose: Callable[[str, tuple[int, ...]], Int[Tensor, " k"]]
+) -> Positions:
+    flat = choose(part.weight, part.shape or ((U, Ni, No) if part.transposed else (U, No, Ni)))
+    within = flat % (No * Ni)
+    o, c = (within % No, within // No) if part.transposed else (within // Ni, within % Ni)
+    return Positions(flat // (No * Ni) * No + o, c, (Part(part.weight, len(flat)),), (U * No * Ni,))
 
 
 class _Found(NamedTuple):
@@ -124,8 +149,12 @@ def gathered_rows(leaf: Leaf, at: Positions) -> Leaf:
         case Lookup():
             hot = (leaf.ids.unsqueeze(-1) == at.o.to(leaf.ids.device)).to(wide(leaf.g.dtype))
             return Diagonal(hot, _pick(leaf.g, at.c), at.parts, leaf.calls)
+        case Grouped() if leaf.positions:
+            place = at.o // leaf.g.shape[3] * leaf.a.shape[3] + at.c
+            a, g = (x.transpose(1, 2).flatten(2) for x in (leaf.a, leaf.g))
+            return Diagonal(_pick(a, place), _pick(g, at.o), at.parts, leaf.calls)
         case Grouped():
-            return Materialized(_entries(_flat(leaf), at), at.parts)
+            return Materialized(_entries(materialize_leaf(leaf), at), at.parts)
         case Diagonal():
             x = leaf.x if leaf.x.shape[-1] == 1 else _pick(leaf.x, at.c)
             return replace(leaf, x=x, g=_pick(leaf.g, at.c), parts=at.parts)
@@ -146,20 +175,12 @@ def gathered(leaf: Leaf, at: Positions) -> Float[Tensor, "B k"]:
     if isinstance(leaf, Sum):
         return torch.stack([gathered(use, at) for use in leaf.uses]).sum(0)
     No, Ni = gradient_shape(leaf)
-    if isinstance(leaf, Grouped):
-        return _entries(_flat(leaf), at)
     if isinstance(leaf, Materialized | Diagonal) or len(at.o) * _SPARSE >= No * Ni:
         return _entries(materialize_leaf(leaf), at)
-    step = max(1, _CHUNK // max(1, leaf.g.shape[0] * leaf.g.shape[1]))
+    step = max(1, _CHUNK // max(1, leaf.g.shape[0] * leaf.g.shape[-2]))
     chunks = zip(at.o.split(step), at.c.split(step), strict=True)
     pieces = [replace(at, o=o, c=c, parts=(Part("", len(o)),)) for o, c in chunks]
     return torch.cat([materialize_leaf(gathered_rows(leaf, piece)).w for piece in pieces], 1)
-
-
-def _flat(leaf: Grouped) -> Materialized:
-    """The gradient as a vector in the stored layout."""
-    w = stored(GradTree({"": leaf}))[leaf.parts[0].weight]
-    return Materialized(w.flatten(1), leaf.parts)
 
 
 def _pick(x: Float[Tensor, "B T N"], index: Int[Tensor, " k"]) -> Float[Tensor, "B T k"]:

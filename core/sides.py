@@ -114,6 +114,11 @@ def on_sides(sides: Sides, basis: str, name: str, leaf: Leaf) -> Leaf:
         case Materialized() if maps:
             w = _apply(leaf.w, sides(name, "a", leaf.w.shape[-1]))
             return Materialized(_per_part(w.mT, leaf.parts, maps).mT, tuple(parts), False, basis)
+        case Materialized() if leaf.w.ndim == 4:
+            (part,), (groups, No, Ni) = leaf.parts, leaf.w.shape[1:]
+            w = _apply(_apply(leaf.w, sides(name, "a", Ni)).mT, sides(part.weight, "g", No)).mT
+            part = replace(part, width=groups * w.shape[2], shape=(), transposed=False)
+            return Materialized(w, (part,), False, basis)
         case Materialized() | Diagonal():
             return replace(materialize_leaf(leaf), basis=basis)
 
@@ -159,6 +164,9 @@ def elementwise(leaf: Leaf, dim: int) -> Leaf:
         case Materialized() if leaf.w.ndim == 3:
             blocks = leaf.w.unflatten(1, (len(leaf.parts), dim))
             return replace(leaf, w=blocks.diagonal(dim1=2, dim2=3).flatten(1) * dim**0.5)
+        case Materialized() if leaf.w.ndim == 4:
+            part = replace(leaf.parts[0], width=leaf.w.shape[1] * dim)
+            return replace(leaf, w=leaf.w.diagonal(dim1=2, dim2=3).flatten(1) * dim**0.5, parts=(part,))
         case Sum():
             return replace(leaf, uses=tuple(elementwise(use, dim) for use in leaf.uses))
         case _:

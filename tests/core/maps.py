@@ -1,12 +1,13 @@
 """Explicit matrices of linear maps, and statistics of random ones."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attrax.core import Diagonal, Leaf, Materialized
+from attrax.core import Diagonal, Grouped, Leaf, Materialized
 from attrax.core.maps import LinearMap, projected
 
 from .dense import gradient
@@ -15,6 +16,9 @@ from .toys import unchecked
 
 def units(leaf: Leaf) -> Materialized:
     """One example per coordinate of the leaf's gradient, whose gradient is 1 there and 0 elsewhere."""
+    if isinstance(leaf, Grouped):
+        shape = (leaf.g.shape[1], leaf.g.shape[3], leaf.a.shape[3])
+        return Materialized(torch.eye(prod(shape), dtype=torch.float64).reshape(-1, *shape), leaf.parts)
     No, Ni = gradient(leaf).shape[1:]
     eye = torch.eye(No * Ni, dtype=torch.float64)
     vector = isinstance(leaf, Diagonal) or (isinstance(leaf, Materialized) and leaf.w.ndim != 3)
