@@ -1,6 +1,7 @@
 """Explicit matrices of linear maps, and statistics of random ones."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,10 +20,16 @@ def units(leaf: Leaf) -> Materialized:
     if isinstance(leaf, Grouped):
         shape = (leaf.g.shape[1], leaf.g.shape[3], leaf.a.shape[3])
         return Materialized(torch.eye(prod(shape), dtype=torch.float64).reshape(-1, *shape), leaf.parts)
+    if isinstance(leaf, Materialized):
+        eye = torch.eye(prod(leaf.w.shape[1:]), dtype=torch.float64)
+        return replace(leaf, w=eye.reshape(-1, *leaf.w.shape[1:]))
     No, Ni = gradient(leaf).shape[1:]
     eye = torch.eye(No * Ni, dtype=torch.float64)
-    vector = isinstance(leaf, Diagonal) or (isinstance(leaf, Materialized) and leaf.w.ndim != 3)
-    return Materialized(eye if vector else eye.reshape(-1, No, Ni), leaf.parts, getattr(leaf, "bias", False))
+    return Materialized(
+        eye if isinstance(leaf, Diagonal) else eye.reshape(-1, No, Ni),
+        leaf.parts,
+        getattr(leaf, "bias", False),
+    )
 
 
 def matrix_of(spec: LinearMap, name: str, leaf: Leaf) -> Tensor:
