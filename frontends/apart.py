@@ -35,7 +35,7 @@ def settle(source: "Live", batch: Mapping[str, Any]) -> bool:
             found = dict.fromkeys(error.parameters, "its layer does not account for it")
             _put_apart(source, found, error)
         except LayoutError as error:
-            found = dict.fromkeys(error.layer.names.values(), "its layer has no example axis")
+            found = dict.fromkeys(error.parameters, "no example axis in the calls of its layer")
             _put_apart(source, found, error)
     return True
 

@@ -131,7 +131,7 @@ class Capture:
 
     def _leave_out(self, error: LayoutError) -> None:
         """Parameters of a layer whose examples cannot be told apart become gaps."""
-        names = set(error.layer.names.values())
+        names = error.parameters
         self.selection = without(self.selection, names, "its examples cannot be told apart")
         self._wanted -= names
         if not self._wanted:

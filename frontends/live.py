@@ -24,6 +24,7 @@ from attrax.frontends.layout import Layout, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode, check_selection, uncached
 from attrax.frontends.passes import Pass, flatten
+from attrax.frontends.placing import LayoutError
 from attrax.frontends.progress import tracked
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, nonfinite_examples, pick, with_ids
@@ -133,7 +134,8 @@ class Live:
     def _backward(self, batch: Batch, deliver: Callable[[Pass | None, str, Leaf], None]) -> None:
         B, segments = len(batch["example_ids"]), batch.get("segment_ids")
         rows = B if segments is None else len(segments)
-        tape = Tape(self.model, self.selection.layers, deliver, layouts=self.layouts)
+        lost: list[LayoutError] = []
+        tape = Tape(self.model, self.selection.layers, deliver, unplaced=lost.append, layouts=self.layouts)
 
         def again(reorder: bool) -> Tensor:
             changed = pick(batch, reordered(B)) if segments is None else permuted(batch, rows)
@@ -142,6 +144,8 @@ class Live:
         with running(self.model, tape, self.tapped):
             with tape.spanning(rows, flatten(batch), again, segments, B):
                 losses = self.loss(self.model, for_loss(batch, self.loss))
+            if lost:
+                raise LayoutError(set().union(*(e.parameters for e in lost)), str(lost[0])) from lost[0]
             _check_losses(losses, B, tape.seen)
             tape.differentiate(losses.sum())
 

@@ -6,7 +6,7 @@ mode, on its inputs as they are and on the same examples in another order.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ from attrax.frontends.recompute import Moment, slow_attention
 
 
 class LayoutError(RuntimeError):
-    """A layer's examples cannot be told apart.
+    """Examples cannot be told apart in the calls of a layer, or of several.
 
     Attributes:
-        layer: The layer.
+        parameters: Canonical names of the layers' parameters.
     """
 
-    def __init__(self, layer: Layer, message: str) -> None:
+    def __init__(self, parameters: Collection[str], message: str) -> None:
         super().__init__(message)
-        self.layer = layer
+        self.parameters = set(parameters)
 
 
 class Placing:
@@ -98,14 +98,14 @@ class Placing:
         run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
         layout = self._layout(layer, run, output if rule.inputs else inputs[0], output)
         if layout is None or not packs(rule, layout, inputs[0], run):
-            raise LayoutError(layer, _unclear(layer, inputs[0], run))
+            raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run))
         return rule_form(rule, module, inputs, output, layout, run)
 
     def _placed(self, layer: Layer, run: Pass, form: Form | None, output: Any) -> Form:
         if form is None:
             shapes = [tuple(x.shape) for x in flatten((output,)).values() if isinstance(x, Tensor)]
             raise LayoutError(
-                layer,
+                layer.names.values(),
                 f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and returned tensors of "
                 f"shapes {shapes} for {run.rows} examples, none of whose axes is the example axis. Exclude it, give "
                 "its output a batch axis, or recompute the module around it (recompute=).",

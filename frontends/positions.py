@@ -82,6 +82,7 @@ def _split(name: str, leaf: Leaf, width: int) -> Leaf:
         padding = x.new_zeros(B, calls, width - x.shape[2], *x.shape[3:])
         return torch.cat([x, padding], 2).transpose(1, 2).flatten(0, 1)
 
+    _check_positions(name, leaf, width)
     match leaf:
         case Sum():
             return replace(leaf, uses=tuple(_split(name, use, width) for use in leaf.uses))
@@ -103,3 +104,17 @@ def _split(name: str, leaf: Leaf, width: int) -> Leaf:
             raise ValueError(
                 f"by_position: leaf '{name}' is materialized and has no positions. Use factored gradients."
             )
+
+
+def _check_positions(name: str, leaf: Leaf, width: int) -> None:
+    """Refuse rows that are no positions: a convolution's, those of every head of a norm."""
+    if isinstance(leaf, Sum | Materialized):
+        return
+    axis = 3 if isinstance(leaf, Grouped) else 2
+    g = leaf.g.unflatten(axis - 1, (leaf.calls, -1))
+    length = g.shape[axis]
+    if length > width and bool(g.narrow(axis, width, length - width).any()):
+        raise ValueError(
+            f"by_position: leaf '{name}' has {length} rows an example, and the longest example has {width} positions: "
+            "its rows are not positions. Leave it out of the selection, or correct `lengths`."
+        )

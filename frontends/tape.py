@@ -214,7 +214,7 @@ class Tape:
             if self.unplaced is None:
                 raise
             self.unplaced(error)
-            self._dropped.update(layer.names.values())
+            self._dropped.update(error.parameters)
             return None
         key = input_key(form.saved[0]) if layer.rule is not None and layer.rule.shares_input else None
         call = Call(

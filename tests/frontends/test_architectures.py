@@ -202,7 +202,7 @@ def test_t5():
     gen = torch.Generator().manual_seed(3)
     batch = {k: torch.randint(3, VOCAB, (3, n), generator=gen) for k, n in (("x", 5), ("y", 4))}
     check_both(model, batch, answered, transformers.models.t5.modeling_t5.T5Stack)
-    with pytest.warns(RuntimeWarning, match=r"1 parameters \(decoder.block.0.*relative_attention_bias"):
+    with pytest.warns(RuntimeWarning, match=r"2 parameters \(decoder.block.0.*relative_attention_bias"):
         got = captured(live(model, [batch], answered))
     singles = [{k: v[i : i + 1] for k, v in batch.items()} for i in range(3)]
     assert_gradients(got, gradients(model, answered, singles))

@@ -92,3 +92,15 @@ def test_refusals(rng):
         collect(functional(random, [batch], CLASSIFY))
     with pytest.raises(ValueError, match="yielded no examples"):
         collect(functional(model, [{k: v[:0] for k, v in batch.items()}], CLASSIFY))
+
+
+def test_left_padding_and_modules_in_two_places(rng):
+    """Positions start at each document's first token; a norm registered several times keeps its parameters."""
+    model, batch = seeded(lambda: TinyLM(shared_norm=True)), documents(rng, [5, 3, 6])
+    left = {k: torch.stack([v[i].roll(6 - n) for i, n in enumerate((5, 3, 6))]) for k, v in batch.items()}
+    before = list(model.parameters())
+    expected = captured(live(model, [left], causal_lm()))
+    for how in ("vmap", "loop"):
+        assert_gradients(captured(functional(model, [left], causal_lm(), how=how)), expected)
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+    assert_gradients(expected, captured(live(model, [batch], causal_lm())))

@@ -89,3 +89,10 @@ def test_materialized_leaves_have_no_positions():
     )
     with pytest.raises(ValueError, match="'w' is materialized and has no positions"):
         graddot(by_position(source, {"x": 1}), source)
+
+
+def test_rows_that_are_not_positions_are_refused(rng):
+    leaf = factorized("w", torch.ones(1, 8, 5), torch.ones(1, 8, 7))
+    source = by_position(Blocks([Block(GradTree({"w": leaf}), Examples(("x",)))]), {"x": 4})
+    with pytest.raises(ValueError, match="by_position: leaf 'w' has 8 rows .* 4 positions"):
+        list(source.map(lambda name, leaf, examples: None))
