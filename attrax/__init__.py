@@ -13,7 +13,9 @@ from attrax.core import Block as Block
 from attrax.core import Blocks as Blocks
 from attrax.core import Examples as Examples
 from attrax.core import GradTree as GradTree
+from attrax.core import Grass as Grass
 from attrax.core import Hardware as Hardware
+from attrax.core import Mask as Mask
 from attrax.core import Projection as Projection
 from attrax.core import Scores as Scores
 from attrax.core import Source as Source
@@ -35,6 +37,8 @@ from attrax.frontends import live as live
 from attrax.frontends import load_state, save_state
 from attrax.frontends import measure_hardware as measure_hardware
 from attrax.frontends import open_store as open_store
+from attrax.frontends import packed as packed
+from attrax.frontends import per_token as per_token
 from attrax.frontends import probe as probe
 from attrax.frontends import read_scores as read_scores
 from attrax.frontends import store as store

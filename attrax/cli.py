@@ -98,6 +98,7 @@ def score(
     empty: o.Empty = "error",
     method: o.Method = "ekfac",
     projection_dim: o.ProjectionDim = None,
+    query_rank: o.QueryRank = None,
     damping: o.Damping = None,
     fisher: o.Fisher = None,
     target: o.Target = "sum",

@@ -18,8 +18,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 METHODS: Mapping[str, tuple[str, ...]] = {
     "graddot": ("projection_dim",),
     "gradcos": ("projection_dim",),
-    "kfac": ("damping", "fisher", "projection_dim"),
-    "ekfac": ("damping", "fisher", "projection_dim"),
+    "kfac": ("damping", "fisher", "projection_dim", "query_rank"),
+    "ekfac": ("damping", "fisher", "projection_dim", "query_rank"),
     "logra": ("damping", "projection_dim"),
     "self_influence": (),
 }
@@ -40,6 +40,7 @@ class Config:
         out: Result folder.
         method: Attribution method.
         projection_dim: Width of the random projection of each side of a layer.
+        query_rank: Rank that the preconditioned queries of a layer are kept at.
         damping: Factor of each layer's mean eigenvalue.
         fisher: Labels that the curvature is measured with.
         target: How an example's loss is made from its tokens' losses.
@@ -68,6 +69,7 @@ class Config:
     query: str | None = None
     method: str = "ekfac"
     projection_dim: int | None = None
+    query_rank: int | None = None
     damping: float | None = None
     fisher: Literal["empirical", "sampled"] | None = None
     target: Literal["sum", "mean"] = "sum"
@@ -115,7 +117,7 @@ def checked(config: Config) -> Config:
             raise ValueError(
                 f"{name}: method '{config.method}' has none. Leave it out, or choose one of {', '.join(having)}."
             )
-    for name in ("tokens", "top", "max_length", "projection_dim"):
+    for name in ("tokens", "top", "max_length", "projection_dim", "query_rank"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}; expected a positive number.")

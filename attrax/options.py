@@ -74,6 +74,15 @@ ProjectionDim: TypeAlias = Annotated[
         _METHOD,
     ),
 ]
+QueryRank: TypeAlias = Annotated[
+    int | None,
+    _option(
+        "--query-rank",
+        "Keep the preconditioned queries of each layer at this rank: much less memory for many queries on a large "
+        "model; the error is written into the scores. Default: none (kfac, ekfac).",
+        _METHOD,
+    ),
+]
 Damping: TypeAlias = Annotated[
     float | None,
     _option(

@@ -251,7 +251,9 @@ def fit_and_score(config: Config, train: Source, query: Source | None) -> tuple[
     else:
         fit = {"kfac": fit_kfac, "ekfac": fit_ekfac}[config.method]
         options = {"fisher": config.fisher or "empirical", "target": config.target, "seed": config.seed}
-        score = partial(influence, fit(train, projection=projection, **options), query=query, damping=damping)
+        curvature = fit(train, projection=projection, **options)
+        rank = config.query_rank
+        score = partial(influence, curvature, query=query, damping=damping, query_rank=rank)
     return score(train), score
 
 

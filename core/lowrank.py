@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attrax.core.algebra import wide
-from attrax.core.leaves import Diagonal, Factorized, Leaf, Lookup, Materialized, Sum, batch_size
+from attrax.core.leaves import Factorized, Leaf, Materialized, batch_size
 from attrax.core.tree import GradTree
 
 
@@ -101,6 +101,11 @@ def _rank(s: Float[Tensor, "B r"], width: int, rank: int | None, tolerance: floa
     return min(max(needed, min(full, 1)), rank or full)
 
 
+def has_rank(leaf: Leaf) -> bool:
+    """Whether `low_rank` applies: a matrix gradient with two dense sides."""
+    return isinstance(leaf, Factorized) or isinstance(leaf, Materialized) and leaf.w.ndim == 3
+
+
 def low_rank_tree(
     grads: GradTree, rank: int | None = None, tolerance: float | None = None
 ) -> tuple[GradTree, Float[Tensor, " B"]]:
@@ -118,7 +123,7 @@ def low_rank_tree(
     squares = [torch.zeros(batch_size(next(iter(grads.values()))))]
 
     def reduce(_: str, leaf: Leaf) -> Leaf:
-        if isinstance(leaf, Lookup | Diagonal | Sum) or isinstance(leaf, Materialized) and leaf.w.ndim != 3:
+        if not has_rank(leaf):
             return leaf
         found = low_rank(leaf, rank, tolerance)
         if isinstance(leaf, Factorized) and found.leaf.g.shape[1] >= leaf.g.shape[1]:

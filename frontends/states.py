@@ -13,7 +13,7 @@ import h5py
 import torch
 from torch import Tensor
 
-from attrax.core import Eigenbasis, Part, Projection
+from attrax.core import Eigenbasis, Part, Projection, Subspace
 
 SCHEMA = "attrax-curvature-1"
 
@@ -29,9 +29,13 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     fields = ("method", "fisher", "target", "fingerprint", "examples")
     about = {name: getattr(state, name) for name in fields}
-    about["projection"] = None if state.projection is None else asdict(state.projection)
+    subspace = state.projection if isinstance(state.projection, Subspace) else None
+    drawn = state.projection if subspace is None else None
+    about["projection"] = None if drawn is None else asdict(drawn)
     with h5py.File(temporary, "w") as file:
         file.attrs["schema"], file.attrs["about"] = SCHEMA, json.dumps(about)
+        if subspace is not None:
+            _write_subspace(file.create_group("subspace"), subspace)
         for index, (name, basis) in enumerate(state.bases.items()):
             group = file.create_group(f"leaves/{index}")
             group.attrs["name"] = name
@@ -44,6 +48,25 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
                 _write(group, f"ug{k}", u)
                 _write(group, f"lg{k}", values)
     os.replace(temporary, target)
+
+
+def _write_subspace(group: h5py.Group, subspace: Subspace) -> None:
+    group.attrs["dim"], group.attrs["digest"] = subspace.dim, subspace.digest
+    for side, matrices in (("a", subspace.a), ("g", subspace.g)):
+        group.attrs[side] = json.dumps(list(matrices))
+        for index, matrix in enumerate(matrices.values()):
+            _write(group, f"{side}{index}", matrix)
+
+
+def _read_subspace(group: h5py.Group, device: str | torch.device) -> Subspace:
+    a, g = (
+        {
+            name: _read(group, f"{side}{i}", device)
+            for i, name in enumerate(json.loads(str(group.attrs[side])))
+        }
+        for side in ("a", "g")
+    )
+    return Subspace(int(str(group.attrs["dim"])), a, g, str(group.attrs["digest"]))
 
 
 def _write(group: h5py.Group, name: str, value: Tensor | None) -> None:
@@ -74,6 +97,8 @@ def load_state(path: str | os.PathLike[str], make: Any, *, device: str | torch.d
             raise ValueError(f"load_curvature: '{path}' is not a file of schema {SCHEMA}.")
         about = json.loads(str(file.attrs["about"]))
         about["projection"] = None if about["projection"] is None else Projection(**about["projection"])
+        if isinstance(group := file.get("subspace"), h5py.Group):
+            about["projection"] = _read_subspace(group, device)
         bases: dict[str, Eigenbasis] = {}
         eigenvalues: dict[str, Tensor] = {}
         for group in _leaves(file):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from attrax.core import (
@@ -24,6 +25,7 @@ from attrax.core import (
     Projection,
     Scores,
     Source,
+    Subspace,
     Target,
     Transform,
     chain,
@@ -33,6 +35,7 @@ from attrax.core import (
     fold,
     is_linear,
     kfac_eigenvalues,
+    low_rank,
     merge_spectrum,
     precondition,
     projected,
@@ -43,6 +46,8 @@ from attrax.core import (
     transformed,
 )
 from attrax.core.kronecker import MAX_DIM, Spectrum, update
+from attrax.core.lowrank import has_rank
+from attrax.core.products import sq_norms_leaf
 from attrax.core.pytree import register_value
 from attrax.core.source import one_fingerprint, resampled, several_passes
 from attrax.methods.pairwise import pairwise
@@ -73,7 +78,7 @@ class Curvature:
     target: Target
     fingerprint: str
     examples: int
-    projection: Projection | None = None
+    projection: Projection | Subspace | None = None
 
 
 register_value(
@@ -83,7 +88,7 @@ register_value(
 )
 
 
-def _view(scope: Scope, projection: Projection | None, *, keep_rows: bool) -> Transform:
+def _view(scope: Scope, projection: Projection | Subspace | None, *, keep_rows: bool) -> Transform:
     keep = selected(scope)
     return keep if projection is None else chain(keep, projected(projection, keep_rows=keep_rows))
 
@@ -100,7 +105,7 @@ def fit_kfac(
     fisher: Fisher = "empirical",
     target: Target = "sum",
     scope: Scope = is_linear,
-    projection: Projection | None = None,
+    projection: Projection | Subspace | None = None,
     max_dim: int = MAX_DIM,
     seed: int = 0,
 ) -> Curvature:
@@ -140,7 +145,7 @@ def _fit_bases(
     fisher: Fisher,
     target: Target,
     scope: Scope,
-    projection: Projection | None,
+    projection: Projection | Subspace | None,
     max_dim: int,
     seed: int,
     operation: str,
@@ -161,7 +166,7 @@ def fit_ekfac(
     fisher: Fisher = "empirical",
     target: Target = "sum",
     scope: Scope = is_linear,
-    projection: Projection | None = None,
+    projection: Projection | Subspace | None = None,
     max_dim: int = MAX_DIM,
     seed: int = 0,
 ) -> Curvature:
@@ -234,7 +239,13 @@ def damping_amounts(curvature: Curvature, factor: float) -> dict[str, Tensor]:
 
 
 def influence(
-    curvature: Curvature, train: Source, query: Source, *, damping: float = 0.1, hardware: Hardware = CPU
+    curvature: Curvature,
+    train: Source,
+    query: Source,
+    *,
+    damping: float = 0.1,
+    query_rank: int | None = None,
+    hardware: Hardware = CPU,
 ) -> Scores:
     """Score with a fitted curvature, ``s = <G_i, (H + damping)^-1 V_q>`` (Grosse et al. 2023, eq. 21).
 
@@ -243,6 +254,9 @@ def influence(
         train: Train gradients at the parameters of the fit.
         query: Query gradients at the same parameters.
         damping: Factor of each layer's mean eigenvalue.
+        query_rank: Keep each preconditioned query of a layer as its best approximation of this rank (Grosse et al.
+            2023, section 3.2.2): r (Ni + No) numbers instead of Ni No.  The largest error of a query, relative to its
+            norm, is stated in the scores; no score changes by more than that times both norms.
         hardware: Roofline figures and memory budget.
 
     Returns:
@@ -263,7 +277,8 @@ def influence(
     project = () if curvature.projection is None else (projected(curvature.projection),)
     view = chain(in_fit, *project)
     solve = chain(view, preconditioned(curvature, damping=damping))
-    queries = collect(targeted(query, curvature.target), solve, operation=name)
+    shrink, missed = _shrunk(query_rank)
+    queries = collect(targeted(query, curvature.target), chain(solve, shrink), operation=name)
     one_fingerprint(curvature.fingerprint, queries.examples, name)
     about = {
         "method": name,
@@ -272,9 +287,36 @@ def influence(
         "target": curvature.target,
         "projection": curvature.projection.basis if curvature.projection else "none",
         "unit": "loss x examples",
-    }
+    } | missed()
     rows = transformed(targeted(train, curvature.target), view)
     return pairwise(rows, queries, about=about, hardware=hardware, operation=name)
+
+
+def _shrunk(rank: int | None) -> tuple[Transform, Callable[[], dict[str, str]]]:
+    """The best approximation of this rank as a transform, and a description of what it has missed so far."""
+    dropped: list[Tensor] = []
+    norms: list[Tensor] = []
+
+    def shrink(_: str, leaf: Leaf) -> Leaf:
+        if rank is None or not has_rank(leaf):
+            return leaf
+        found = low_rank(leaf, rank)
+        dropped.append(found.error.square())
+        norms.append(sq_norms_leaf(leaf))
+        return found.leaf
+
+    def describe() -> dict[str, str]:
+        if rank is None or not dropped:
+            return {}
+        worst = max(
+            float((e / n.clamp_min(torch.finfo(n.dtype).tiny)).max())
+            for e, n in zip(dropped, norms, strict=True)
+        )
+        return {
+            "query_rank": f"{rank}, largest error of a query in a layer {worst**0.5:.2g} of its norm there"
+        }
+
+    return shrink, describe
 
 
 def kfac(
@@ -285,14 +327,15 @@ def kfac(
     fisher: Fisher = "empirical",
     target: Target = "sum",
     scope: Scope = is_linear,
-    projection: Projection | None = None,
+    projection: Projection | Subspace | None = None,
+    query_rank: int | None = None,
     seed: int = 0,
     hardware: Hardware = CPU,
 ) -> Scores:
     """K-FAC influence in one call: `fit_kfac`, then `influence`; arguments as there."""
     several_passes(train, "kfac")
     curvature = fit_kfac(train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed)
-    return influence(curvature, train, query, damping=damping, hardware=hardware)
+    return influence(curvature, train, query, damping=damping, query_rank=query_rank, hardware=hardware)
 
 
 def ekfac(
@@ -303,7 +346,8 @@ def ekfac(
     fisher: Fisher = "empirical",
     target: Target = "sum",
     scope: Scope = is_linear,
-    projection: Projection | None = None,
+    projection: Projection | Subspace | None = None,
+    query_rank: int | None = None,
     seed: int = 0,
     hardware: Hardware = CPU,
 ) -> Scores:
@@ -317,4 +361,4 @@ def ekfac(
     'ekfac'
     """
     curvature = fit_ekfac(train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed)
-    return influence(curvature, train, query, damping=damping, hardware=hardware)
+    return influence(curvature, train, query, damping=damping, query_rank=query_rank, hardware=hardware)

@@ -357,3 +357,21 @@ def test_a_hook_free_model_gives_the_same_curvature():
     a = torch.cat([x.flatten(0, 1), torch.ones(24, 1, dtype=torch.float64)], 1)
     H = torch.kron(g.flatten(0, 1).T @ g.flatten(0, 1) / 24, a.T @ a / 24) * 4
     assert_same(curvature.eigenvalues["fc"].flatten().sort().values, torch.linalg.eigvalsh(H))
+
+
+@methods
+def test_queries_of_low_rank_are_off_by_no_more_than_they_say(name):
+    """Full rank changes nothing; below it, scores move by at most the stated error times both norms."""
+    fit = METHODS[name][1](source(TRAIN))
+    exact = influence(fit, source(TRAIN), source(QUERY))
+    full = influence(fit, source(TRAIN), source(QUERY), query_rank=4)
+    assert_same(full.values, exact.values)
+    short = influence(fit, source(TRAIN), source(QUERY), query_rank=1)
+    error = (short.values - exact.values).abs()
+    assert float(error.max()) > 1e-3 * float(exact.values.abs().max())
+    stated = float(short.about["query_rank"].split("layer ")[1].split()[0])
+    bound = torch.zeros_like(exact.values)
+    for key in fit.bases:
+        query = gradient(preconditioned(fit, damping=0.1)(key, QUERY[key])).flatten(1).norm(dim=1)
+        bound += gradient(TRAIN[key]).flatten(1).norm(dim=1)[:, None] * query * 1.01 * stated
+    assert bool((error <= bound).all())
