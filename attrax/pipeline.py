@@ -17,6 +17,7 @@ from attrax.core import (
     Transform,
     covers,
     fingerprint,
+    has_factors,
     is_linear,
     projected,
     transformed,
@@ -301,10 +302,11 @@ def score(config: Config, inputs: Inputs, track: Track) -> Result:
 
 def _noted(config: Config, scored: set[str]) -> Transform:
     """The identity, which notes the parameters that the method scores."""
-    every = config.method in ("graddot", "gradcos")
+    scopes = {"kfac": has_factors, "ekfac": has_factors, "logra": is_linear}
+    scope = scopes.get(config.method, lambda name, leaf: True)
 
     def note(name: str, leaf: Leaf) -> Leaf:
-        if every or is_linear(name, leaf):
+        if scope(name, leaf):
             scored.update(covers(leaf))
         return leaf
 
@@ -319,7 +321,7 @@ def _coverage(config: Config, train: Live, scored: set[str]) -> str:
     size = sum(c.entries for c in captured) - sum(c.entries for c in left)
     return (
         f"{train.coverage}\n{config.method} scores {len(captured) - len(left)} of them, {size:,} entries: weights of "
-        f"linear layers. Not scored: {len(left)} parameters of embeddings, norms and the output head."
+        f"linear layers. Not scored: {len(left)} parameters (of embeddings, norms, the output head, recomputed layers)."
     )
 
 

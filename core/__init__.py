@@ -19,6 +19,7 @@ from attrax.core.kronecker import KroneckerSums as KroneckerSums
 from attrax.core.kronecker import Spectrum as Spectrum
 from attrax.core.kronecker import eigenbasis as eigenbasis
 from attrax.core.kronecker import ekfac_eigenvalues as ekfac_eigenvalues
+from attrax.core.kronecker import has_factors as has_factors
 from attrax.core.kronecker import is_linear as is_linear
 from attrax.core.kronecker import kfac_eigenvalues as kfac_eigenvalues
 from attrax.core.kronecker import kronecker_sums as kronecker_sums

@@ -92,6 +92,18 @@ def is_linear(name: str, leaf: Leaf) -> bool:
     return matrix and not any(part.head for part in leaf.parts)
 
 
+def has_factors(name: str, leaf: Leaf) -> bool:
+    """Default scope of K-FAC: `is_linear` with rows; gradients that exist only built have no factors to correlate.
+
+    >>> from attrax.core import factorized, materialized
+    >>> has_factors("w", factorized("w", torch.ones(1, 1, 2), torch.ones(1, 1, 2)))
+    True
+    >>> has_factors("lstm.weight_ih_l0", materialized("lstm.weight_ih_l0", torch.ones(1, 8, 2)))
+    False
+    """
+    return isinstance(leaf, Factorized) and is_linear(name, leaf)
+
+
 def _second_moment(x: Float[Tensor, "R N"], max_dim: int) -> Tensor:
     return x.T @ x if x.shape[1] <= max_dim else x.square().sum(0)
 

@@ -33,7 +33,7 @@ from attrax.core import (
     eigenbasis,
     ekfac_eigenvalues,
     fold,
-    is_linear,
+    has_factors,
     kfac_eigenvalues,
     low_rank,
     merge_spectrum,
@@ -104,7 +104,7 @@ def fit_kfac(
     *,
     fisher: Fisher = "empirical",
     target: Target = "sum",
-    scope: Scope = is_linear,
+    scope: Scope = has_factors,
     projection: Projection | Subspace | None = None,
     max_dim: int = MAX_DIM,
     seed: int = 0,
@@ -115,7 +115,8 @@ def fit_kfac(
         train: Gradients of the fit set at fixed parameters, factored.
         fisher: "empirical" (labels of the data) or "sampled" (labels drawn from the model).
         target: Loss convention; "sum" makes the fit independent of batch size.
-        scope: ``(name, leaf) -> bool``, which leaves take part.
+        scope: ``(name, leaf) -> bool``, which leaves take part; by default factored ones of linear-type layers
+            (ungrouped convolutions among them) without embeddings and the output head.
         projection: Two-sided projection through which factors are seen (LoGRA-style curvature).
         max_dim: A side wider than this keeps only its diagonal.
         seed: Seed of the sampled labels.
@@ -156,7 +157,9 @@ def _fit_bases(
         lambda state, leaf: update(state, leaf, max_dim=max_dim), rows, operation=operation
     )
     if not sums:
-        raise ValueError(f"{operation}: no leaf is in scope. Pass scope=, or capture linear-type layers.")
+        raise ValueError(
+            f"{operation}: no leaf is in scope. Pass scope=, or capture linear-type layers factored (not compacted)."
+        )
     return {name: eigenbasis(state) for name, state in sums.items()}, fingerprint, count
 
 
@@ -165,7 +168,7 @@ def fit_ekfac(
     *,
     fisher: Fisher = "empirical",
     target: Target = "sum",
-    scope: Scope = is_linear,
+    scope: Scope = has_factors,
     projection: Projection | Subspace | None = None,
     max_dim: int = MAX_DIM,
     seed: int = 0,
@@ -326,7 +329,7 @@ def kfac(
     damping: float = 0.1,
     fisher: Fisher = "empirical",
     target: Target = "sum",
-    scope: Scope = is_linear,
+    scope: Scope = has_factors,
     projection: Projection | Subspace | None = None,
     query_rank: int | None = None,
     seed: int = 0,
@@ -345,7 +348,7 @@ def ekfac(
     damping: float = 0.1,
     fisher: Fisher = "empirical",
     target: Target = "sum",
-    scope: Scope = is_linear,
+    scope: Scope = has_factors,
     projection: Projection | Subspace | None = None,
     query_rank: int | None = None,
     seed: int = 0,

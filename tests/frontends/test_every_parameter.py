@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attrax.core import collect
 from attrax.frontends import capture, live
+from attrax.methods import ekfac, fit_ekfac
 
 from .models import seeded
 from .oracle import assert_gradients, block_gradients, captured, one_by_one
@@ -243,3 +244,10 @@ def test_embeddings_that_compute_their_own_ids(rng):
     source = live(model, [batch], loss, strict=True)
     assert_gradients(captured(source), one_by_one(model, batch, loss))
     assert "recomputed Offset: 1 parameters" in str(source.coverage)
+
+
+def test_kfac_leaves_out_what_has_no_factors(rng):
+    model, data = seeded(MODELS["lstm"]), [inputs(4, rng)]
+    source = live(model, data, loss)
+    assert set(fit_ekfac(source).bases) == {"first.weight", "out.weight"}
+    assert ekfac(source, source).values.shape == (4, 4)
