@@ -28,7 +28,7 @@ from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
 from attrax.frontends.steps import Discards, Steps
-from attrax.frontends.sums import GradientSums
+from attrax.frontends.sums import GradientSums, several_processes
 from attrax.frontends.tape import Tape
 
 Sink = Callable[[Block], object]
@@ -102,6 +102,7 @@ class Capture:
             open_pass=self._open,
             close_pass=lambda run, output: tap_loss(output, run.notes),
             unplaced=None if strict else self._leave_out,
+            check=verify and not several_processes(),
         )
 
     @property
@@ -327,6 +328,7 @@ def capture(
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
+            Once, check that rows of layers are examples (two forwards in eval mode without gradient; one process).
 
     Returns:
         The context manager.

@@ -101,20 +101,21 @@ def _joined(x: Tensor, ndim: int, B: int) -> Tensor:
 def moved(before: Tensor, after: Tensor, B: int) -> Layout | None:
     """The layout under which `after` is `before` with its examples in the order of `reordered`; None if none is.
 
-    A tensor that did not change is shared, unless its first axis has the examples' length and rows that are alike.
+    A layout is right if it explains all of the change but rounding; a tensor that did not change is shared, unless it
+    has the examples' length and rows that are alike.
     """
     if before.shape != after.shape:
         return None
-    if not before.ndim:
-        return SHARED if _alike(before, after) else None
-    order = reordered(B)
-    for layout in LAYOUTS:
+    before, after = before.detach(), after.detach()
+    changed, rounding = _distance(before, after), _rounding(before)
+    allowed = max(0.01 * changed, rounding)
+    for layout in LAYOUTS if before.ndim else ():
         if not layout.fits(before.shape, B):
             continue
         x, y = (layout.units(v, B).unflatten(0, (B, -1)) for v in (before, after))
-        if _alike(x[order], y):
+        if _distance(x[reordered(B).to(x.device)], y) <= allowed:
             return layout
-    return SHARED if _alike(before, after) else None
+    return SHARED if changed <= rounding else None
 
 
 def reordered(B: int) -> Tensor:
@@ -122,25 +123,28 @@ def reordered(B: int) -> Tensor:
     return torch.arange(B).roll(-1)
 
 
-def _alike(x: Tensor, y: Tensor) -> bool:
+def _distance(x: Tensor, y: Tensor) -> float:
+    return float(torch.where(x == y, 0, x - y if x.is_floating_point() else 1).double().norm())
+
+
+def _rounding(x: Tensor) -> float:
     if not x.is_floating_point():
-        return torch.equal(x, y)
-    near = 64 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
-    scale = x[x.isfinite()].abs().max() if bool(x.isfinite().any()) else x.new_zeros(())
-    return bool(((x == y) | ((x - y).abs() <= near * scale)).all())
+        return 0.0
+    finite = x[x.isfinite()].double()
+    return 8 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * float(finite.norm())
 
 
 def compared(
     before: Iterable[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]], B: int
-) -> dict[str, Layout]:
-    """The layout of every layer that two runs of the model called alike, by path."""
+) -> dict[str, Layout | None]:
+    """The layout of every layer that two runs of the model called alike, by path; None where there is none."""
     first, second = list(before), list(after)
     if [path for path, _ in first] != [path for path, _ in second]:
         return {}
     found: dict[str, set[Layout | None]] = {}
     for (path, x), (_, y) in zip(first, second, strict=True):
         found.setdefault(path, set()).add(moved(x, y, B))
-    return {p: layout for p, kinds in found.items() if len(kinds) == 1 and (layout := next(iter(kinds)))}
+    return {path: next(iter(kinds)) if len(kinds) == 1 else None for path, kinds in found.items()}
 
 
 def permuted(values: T, B: int) -> T:

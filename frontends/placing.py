@@ -49,6 +49,8 @@ class Placing:
         self.known = known
         self._model, self._aside = model, aside
         self._noted: list[tuple[str, Tensor]] | None = None
+        self._plain: set[str] = set()
+        self._lost: set[str] = set()
 
     def noted(self, layer: Layer, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> bool:
         """Whether the model is being asked; the call is then an answer, and nothing else."""
@@ -56,6 +58,21 @@ class Placing:
             return False
         self._noted += _placeable(layer, args, kwargs, output)
         return True
+
+    def check(self, run: Pass) -> None:
+        """Ask the model, if it was not asked yet, whether layers with an axis as long as the batch have examples there.
+
+        Raises:
+            RuntimeError: If rows do not move with the examples.
+        """
+        self._ask(run)
+        wrong = sorted(self._plain & self._lost)
+        if wrong:
+            raise RuntimeError(
+                f"capture: the rows of layers {wrong[:3]} do not move with the rows of the model's inputs: these are "
+                "not the examples (sequence-first inputs?), or examples depend on each other. Give the examples "
+                "first, exclude these layers, or pass verify=False if you know better."
+            )
 
     def form(
         self,
@@ -119,6 +136,7 @@ class Placing:
         if B is None or vector or not x.ndim or not output.ndim:
             return None
         if is_plain(x, output, B) and not (x.ndim == 1 and has_axis(run, B)):
+            self._plain |= {layer.path} if B > 1 else set()
             return EXAMPLES
         if x.shape[0] == output.shape[0] == 1 and B not in x.shape:
             return SHARED
@@ -154,7 +172,9 @@ class Placing:
                 seen.append(self._noted)
         finally:
             self._noted = None
-        self.known.update(compared(seen[0], seen[1], run.rows))
+        found = compared(seen[0], seen[1], run.rows)
+        self.known.update({key: layout for key, layout in found.items() if layout is not None})
+        self._lost |= {key for key, layout in found.items() if layout is None or layout is SHARED}
 
 
 def _numbered(layer: Layer, index: int) -> str:

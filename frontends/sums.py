@@ -61,7 +61,7 @@ class GradientSums:
         )
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
         seen = grads.keys() & self._sums.keys()
-        pairs = {} if _reduced() else {n: distance(self._sums[n], grads[n]) for n in seen}
+        pairs = {} if several_processes() else {n: distance(self._sums[n], grads[n]) for n in seen}
         raise_on(missing | mismatches(pairs, dtype, torch.finfo(torch.float32).eps))
         for name in seen if given else ():
             del self._waiting[name]
@@ -71,7 +71,7 @@ def _dense(g: Tensor) -> Tensor:
     return g.to_dense() if g.is_sparse else g
 
 
-def _reduced() -> bool:
-    """Whether `.grad` is not this process's alone: data parallel training averages it over processes."""
+def several_processes() -> bool:
+    """Whether `.grad` may not be this process's alone: data parallel training averages it over processes."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -41,6 +41,7 @@ class Tape:
         close_pass: Called with the outermost call's output; returns the output to use instead.
         unplaced: Called with the error where a layer's examples cannot be told apart; it is left out if that returns.
         layouts: Where the examples lie in the layers that were asked, by path; filled as models run.
+        check: Whether to check once that rows of layers are examples.
     """
 
     model: nn.Module
@@ -52,6 +53,7 @@ class Tape:
     close_pass: Callable[[Pass, Any], Any] = lambda run, output: output
     unplaced: Callable[[LayoutError], None] | None = None
     layouts: dict[str, Layout] = field(default_factory=dict)
+    check: bool = False
 
     def __post_init__(self) -> None:
         self.listening = False
@@ -179,7 +181,11 @@ class Tape:
         self._depth -= 1
         if self._depth > 0:
             return None
-        self._current, self._depth, run.again = None, 0, None
+        self._current, self._depth = None, 0
+        if self.check and run.calls and (run.rows or 0) > 1 and not run.silent:
+            self.check = False
+            self._placing.check(run)
+        run.again = None
         if run in self._running or not torch.is_grad_enabled():
             return None
         output = self.close_pass(run, output) if run.calls and run.complete else output

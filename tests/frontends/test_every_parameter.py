@@ -1,6 +1,8 @@
 """Parameters of every kind of module, and examples along any axis: live and capture against one example at a time."""
 
+import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +253,33 @@ def test_kfac_leaves_out_what_has_no_factors(rng):
     source = live(model, data, loss)
     assert set(fit_ekfac(source).bases) == {"first.weight", "out.weight"}
     assert ekfac(source, source).values.shape == (4, 4)
+
+
+def test_capture_notices_inputs_that_do_not_have_examples_first(rng):
+    """[T, B, D] inputs of an LSTM: its layers see T rows, which depend on each other."""
+    model = seeded(
+        lambda: Around(lambda m, x: m.out(torch.tanh(m.rnn(m.first(x))[0])), **layers(rnn=nn.LSTM(D, D)))
+    )
+    x = inputs(3, rng)["x"].transpose(0, 1)
+    refused = pytest.raises(
+        RuntimeError, match=r"rows of layers \['out'\] do not move .*sequence-first inputs"
+    )
+    with refused, capture(model, loss="sum"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x)
+
+
+def test_the_check_leaves_training_as_it_is(rng):
+    """Dropout draws and batch counts are those of a step without a capture."""
+    build = lambda: between(lambda m, h: m.drop(h), drop=nn.Dropout(0.5))  # noqa: E731
+    batch, grads = inputs(3, rng), []
+    for watch in (False, True):
+        model = seeded(build).train()
+        calls = []
+        model.register_forward_hook(lambda m, *_, calls=calls: calls.append(m.training))
+        torch.manual_seed(3)
+        with capture(model, loss="sum") if watch else contextlib.nullcontext():
+            loss(model, batch).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        assert calls == ([True, False, False] if watch else [True]) and model.training and model.drop.training
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

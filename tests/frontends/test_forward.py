@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Block, Blocks, Examples, GradTree, collect, materialized, transformed
-from attrax.core.projection import Projection, projected
+from attrax.core import (
+    Block,
+    Blocks,
+    Examples,
+    GradTree,
+    Projection,
+    collect,
+    materialized,
+    projected,
+    transformed,
+)
 from attrax.frontends import causal_lm, classification, live
 from attrax.frontends import forward as forward_module
 from attrax.frontends.forward import forward_scores
