@@ -24,7 +24,7 @@ from attrax.core import (
 )
 from attrax.frontends.data import Batches, Encoded, Record, batches, encode, read_examples
 from attrax.frontends.live import Live, live
-from attrax.frontends.positions import by_position
+from attrax.frontends.positions import NoPositions, by_position
 from attrax.frontends.records import needed
 from attrax.methods import (
     fit_ekfac,
@@ -210,23 +210,24 @@ def sources(config: Config, inputs: Inputs, track: Track) -> tuple[Live, Live | 
     passes = _PASSES[config.method]
     sizes = [side.size if side else 0 for side in (inputs.train, inputs.query)]
     advance = track(config.method, sum(n * size for n, size in zip(passes, sizes, strict=True)))
-    train = _live(config, inputs, inputs.train, advance, verify=True)
-    return train, _live(config, inputs, inputs.query, advance) if inputs.query else None
+    train = _live(config, inputs, inputs.train, advance)
+    return train, train.on(_fed(config, inputs, inputs.query, advance)) if inputs.query else None
 
 
-def _live(config: Config, inputs: Inputs, data: Encoded, advance: Advance, *, verify: bool = False) -> Live:
-    """A live source; comparing one example with autograd on the train side speaks for all sides."""
-    pad = inputs.tokenizer.pad_token_id
-    made = batches(data, tokens=config.tokens, pad_id=0 if pad is None else pad)
-    fed = Fed(made, device_of(config), advance)
+def _live(config: Config, inputs: Inputs, data: Encoded, advance: Advance) -> Live:
     return live(
         inputs.model,
-        fed,
+        _fed(config, inputs, data, advance),
         include=config.include,
         exclude=config.exclude,
         on_nonfinite=config.on_nonfinite,
-        verify=verify,
     )
+
+
+def _fed(config: Config, inputs: Inputs, data: Encoded, advance: Advance) -> Fed:
+    pad = inputs.tokenizer.pad_token_id
+    made = batches(data, tokens=config.tokens, pad_id=0 if pad is None else pad)
+    return Fed(made, device_of(config), advance)
 
 
 def fit_and_score(config: Config, train: Source, query: Source | None) -> tuple[Scores, Score | None]:
@@ -344,14 +345,17 @@ def token_shares(
 
     Returns:
         Shares [T, Q] by example id; a column adds up to the example's score for that query.  Empty for a method that
-        is not linear in the train gradient.
+        is not linear in the train gradient, and where gradients exist only for the whole example.
     """
     if result.linear is None or not ids:
         return {}
     some = inputs.train.only(list(ids))
     lengths = {name: len(tokens) for name, tokens in zip(some.ids, some.tokens, strict=True)}
     source = _live(config, inputs, some, track("which tokens", sum(lengths.values())))
-    split = result.linear(by_position(source, lengths)).query(*result.scores.query_ids)
+    try:
+        split = result.linear(by_position(source, lengths)).query(*result.scores.query_ids)
+    except NoPositions:
+        return {}
     totals = dict(zip(result.scores.ids, result.scores.values, strict=True))
     starts = {name: row for row, name in reversed(list(enumerate(split.ids)))}
     shares = {name: split.values[starts[name] :][:length] for name, length in lengths.items()}

@@ -71,6 +71,10 @@ class Live:
         """True unless `data` is a one-shot iterator."""
         return not isinstance(self.data, Iterator)
 
+    def on(self, data: Iterable[Batch]) -> "Live":
+        """The same source of other data; what was verified and learned about the layers holds for both."""
+        return replace(self, data=data, skipped=[])
+
     def resample(self, seed: int) -> "Live":
         """The same inputs with labels drawn from the model (sampled Fisher).
 

@@ -19,6 +19,10 @@ from attrax.core.source import Visit
 T = TypeVar("T")
 
 
+class NoPositions(ValueError):
+    """Gradients that have no rows, or rows that are no positions."""
+
+
 @dataclass(frozen=True, eq=False)
 class ByPosition:
     """A source whose examples are positions; made by `by_position`."""
@@ -94,14 +98,14 @@ def _split(name: str, leaf: Leaf, width: int) -> Leaf:
             return replace(leaf, x=rows(leaf.x, leaf.calls), g=rows(leaf.g, leaf.calls))
         case Grouped():
             if not leaf.positions:
-                raise ValueError(
+                raise NoPositions(
                     f"by_position: leaf '{name}': its rows are those routed to each expert, not positions of the "
                     "example. Leave it out of the selection."
                 )
             a, g = (rows(x.transpose(1, 2), leaf.calls).transpose(1, 2) for x in (leaf.a, leaf.g))
             return replace(leaf, a=a, g=g)
         case Materialized():
-            raise ValueError(
+            raise NoPositions(
                 f"by_position: leaf '{name}' is materialized and has no positions. Use factored gradients."
             )
 
@@ -114,7 +118,7 @@ def _check_positions(name: str, leaf: Leaf, width: int) -> None:
     g = leaf.g.unflatten(axis - 1, (leaf.calls, -1))
     length = g.shape[axis]
     if length > width and bool(g.narrow(axis, width, length - width).any()):
-        raise ValueError(
+        raise NoPositions(
             f"by_position: leaf '{name}' has {length} rows an example, and the longest example has {width} positions: "
             "its rows are not positions. Leave it out of the selection, or correct `lengths`."
         )

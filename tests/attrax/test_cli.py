@@ -12,7 +12,13 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 from attrax.cli import app
@@ -596,3 +602,23 @@ def test_examples_without_a_token_to_predict_score_zero_and_are_named(call, tmp_
     assert found.values.isfinite().all() and found.values[1:, :2].any()
     assert not found.example("void").values.any() and not found.query("nothing").values.any()
     assert len(found) == 7
+
+
+def test_a_model_of_experts(call, files, tmp_path, monkeypatch):
+    """Routers are recomputed: scores are there, shares of single tokens are not."""
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=260,
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=12,
+            max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+    shutil.copytree(files / "model", tmp_path / "moe")
+    model.save_pretrained(tmp_path / "moe")
+    output = good(
+        call("score", "-m", tmp_path / "moe", "-t", "{f}/train.jsonl", "-q", "{f}/query.jsonl", "-o", "out",
+             "--method", "graddot")
+    ).output  # fmt: skip
+    assert "captured 100.0% of trainable parameters" in output
+    assert read_scores(tmp_path / "out/scores.parquet").values.any()
+    assert "the otter eats eels" in (tmp_path / "out/report.html").read_text()
