@@ -104,6 +104,7 @@ def score(
     target: o.Target = "sum",
     include: o.Include = None,
     exclude: o.Exclude = None,
+    strict: o.Strict = False,
     tokens: o.Tokens = 4096,
     on_nonfinite: o.OnNonfinite = "raise",
     dtype: o.Dtype = "float32",
@@ -160,8 +161,13 @@ def _run(
 ) -> None:
     from attrax.results import run
 
+    def announce(text: str) -> None:
+        if not quiet:
+            typer.echo(text, err=True)
+
+    options = {"before": before, "overwrite": overwrite, "allow_changed": allow_changed}
     with _bars(quiet) as track:
-        inputs, result = run(config, track, before=before, overwrite=overwrite, allow_changed=allow_changed)
+        inputs, result = run(config, track, announce=announce, **options)
     if quiet:
         return
     scores = result.scores

@@ -46,6 +46,7 @@ class Config:
         target: How an example's loss is made from its tokens' losses.
         include: Only layers whose module path matches this regular expression.
         exclude: No layer whose module path matches this one.
+        strict: Whether parameters without layer rule, or left out, are an error.
         form: How to read records whose columns leave a choice.
         train_split: Split of the train data, where it has several.
         query_split: Split of the query data.
@@ -75,6 +76,7 @@ class Config:
     target: Literal["sum", "mean"] = "sum"
     include: str | None = None
     exclude: str | None = None
+    strict: bool = False
     form: Literal["text", "completion", "chat"] | None = None
     train_split: str | None = None
     query_split: str | None = None

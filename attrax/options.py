@@ -109,6 +109,14 @@ Include: TypeAlias = Annotated[
 Exclude: TypeAlias = Annotated[
     str | None, _option("--exclude", "No layers whose path matches this regular expression.", _METHOD)
 ]
+Strict: TypeAlias = Annotated[
+    bool,
+    _option(
+        "--strict",
+        "Stop if a parameter is left out, or has to be differentiated one example at a time.",
+        _METHOD,
+    ),
+]
 
 Tokens: TypeAlias = Annotated[
     int, _option("--tokens", "Tokens per batch, padding included. Lower it if memory runs out.", _RUN)

@@ -22,6 +22,7 @@ from attrax.core import (
     projected,
     transformed,
 )
+from attrax.frontends.coverage import Coverage, select
 from attrax.frontends.data import Batches, Encoded, Record, batches, encode, read_examples
 from attrax.frontends.live import Live, live
 from attrax.frontends.positions import NoPositions, by_position
@@ -214,12 +215,23 @@ def sources(config: Config, inputs: Inputs, track: Track) -> tuple[Live, Live | 
     return train, train.on(_fed(config, inputs, inputs.query, advance)) if inputs.query else None
 
 
+def coverage(config: Config, inputs: Inputs) -> Coverage:
+    """Which parameters will be captured, by which rule, and which not and why.
+
+    Raises:
+        ValueError: If no layer is selected, or the settings are strict and there are gaps.
+    """
+    chosen = {"include": config.include, "exclude": config.exclude, "strict": config.strict}
+    return select(inputs.model, **chosen).coverage
+
+
 def _live(config: Config, inputs: Inputs, data: Encoded, advance: Advance) -> Live:
     return live(
         inputs.model,
         _fed(config, inputs, data, advance),
         include=config.include,
         exclude=config.exclude,
+        strict=config.strict,
         on_nonfinite=config.on_nonfinite,
     )
 

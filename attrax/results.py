@@ -7,7 +7,7 @@ skipped.jsonl                   examples that were left out and why, if any
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from attrax.frontends.data import Record
 from attrax.frontends.records import needed
 from attrax.frontends.tables import write_scores
 from attrax.frontends.tokens import Form, parts_of
-from attrax.pipeline import Inputs, Result, Track, load, score
+from attrax.pipeline import Inputs, Result, Track, coverage, load, score
 from attrax.questions import build_report
 from attrax.report import write_report
 
@@ -31,6 +31,7 @@ def run(
     before: Recorded | None = None,
     overwrite: bool = False,
     allow_changed: bool = False,
+    announce: Callable[[str], object] = lambda text: None,
 ) -> tuple[Inputs, Result]:
     """Score and write a result folder.
 
@@ -40,6 +41,7 @@ def run(
         before: What an earlier run started from; different inputs are refused.
         overwrite: Replace an existing result.
         allow_changed: Run even if inputs differ from `before`.
+        announce: Called with the coverage report before anything is computed.
 
     Returns:
         What was loaded and what was found.
@@ -64,6 +66,7 @@ def run(
             f"inputs: {', '.join(changed)} changed since the settings were written, so the numbers would too. Restore "
             "them, or add --allow-changed."
         )
+    announce(str(coverage(config, inputs)))
     result = score(config, inputs, track)
     out.mkdir(parents=True, exist_ok=True)
     for name in old:

@@ -622,3 +622,11 @@ def test_a_model_of_experts(call, files, tmp_path, monkeypatch):
     assert "captured 100.0% of trainable parameters" in output
     assert read_scores(tmp_path / "out/scores.parquet").values.any()
     assert "the otter eats eels" in (tmp_path / "out/report.html").read_text()
+
+
+def test_the_coverage_report_comes_before_the_run(call):
+    words = [w for w in ASK if w != "--quiet"]
+    run = good(call(*words, "--method", "graddot", "--no-html", "--exclude", "lm_head"))
+    assert "not captured: 1 parameters" in run.stderr and "lm_head.weight: excluded" in run.stderr
+    stopped = call(*words, "--method", "graddot", "--exclude", "lm_head", "--strict", "--overwrite")
+    assert stopped.exit_code == 2 and "strict=True" in stopped.stderr and "lm_head.weight" in stopped.stderr

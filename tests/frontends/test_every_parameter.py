@@ -283,3 +283,48 @@ def test_the_check_leaves_training_as_it_is(rng):
         grads.append([p.grad.clone() for p in model.parameters()])
         assert calls == ([True, False, False] if watch else [True]) and model.training and model.drop.training
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class Quantized(nn.Module):
+    """A frozen linear layer in 8 bits with a low-rank adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-100, 100, (D, D), dtype=torch.int8))
+        self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.get_buffer("weight").to(x.dtype) / 100
+        return x @ base.T + self.up(self.down(x))
+
+
+def test_adapters_of_quantized_layers(rng):
+    model = seeded(lambda: between(lambda m, h: m.base(h), base=Quantized()))
+    model.first.requires_grad_(False)
+    batch, blocks = inputs(3, rng), []
+    right = one_by_one(model, batch, loss)
+    assert set(right) == {"base.down.weight", "base.up.weight", "out.weight", "out.bias"}
+    assert_gradients(captured(live(model, [batch], loss, strict=True)), right)
+    with capture(model, sinks=[blocks.append], loss="sum", strict=True):
+        loss(model, batch).sum().backward()
+    assert_gradients(block_gradients(blocks[0]), right)
+
+
+@pytest.mark.parametrize("options", [{"sparse": True}, {"padding_idx": 2}, {"max_norm": 1.0}])
+def test_embeddings_in_every_configuration(options, rng):
+    """`max_norm` renormalizes the rows it looks up, in place: gradients are at the renormalized rows."""
+    model = seeded(
+        lambda: Around(lambda m, x: m.out(m.emb(x)), emb=nn.Embedding(9, D, **options), out=nn.Linear(D, 3))
+    )
+    batch, blocks = {"x": torch.randint(9, (4, T), generator=rng)}, []
+    model(batch["x"])
+    dense = lambda found: {n: g.to_dense() if g.is_sparse else g for n, g in found.items()}  # noqa: E731
+    rows = [
+        torch.autograd.grad(loss(model, {"x": x[None]}).sum(), list(model.parameters())) for x in batch["x"]
+    ]
+    names = [n for n, _ in model.named_parameters()]
+    right = {n: torch.stack([dense(dict(zip(names, row, strict=True)))[n] for row in rows]) for n in names}
+    assert_gradients(captured(live(model, [batch], loss, strict=True)), right)
+    with capture(model, sinks=[blocks.append], loss="sum", strict=True):
+        loss(model, batch).sum().backward()
+    assert_gradients(block_gradients(blocks[0]), right)
