@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
@@ -312,7 +313,8 @@ def capture(
     """Capture per-example gradients of every backward through `model` inside the context.
 
     Args:
-        model: The model being trained (not compiled; put the context around `torch.compile` instead).
+        model: The model being trained (not compiled; put the context around `torch.compile` instead).  In data parallel
+            training, each process captures its own examples; names are those of the model inside the wrapper.
         sinks: Functions of a `Block`: a list's `append`, `attrax.store(path)`, your own.  Closed on exit if they can.
         callbacks: Functions of a `StepEvent`, called right before each optimizer step; see `probe`.
         transform: ``(name, leaf) -> leaf``, run inside the backward hooks (e.g. `attrax.projected`).
@@ -346,6 +348,7 @@ def capture(
     """
     if on_nonfinite not in ("skip", "raise"):
         raise ValueError(f"capture: on_nonfinite: got {on_nonfinite!r}; expected 'skip' or 'raise'.")
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     check_compiled(model)
     check_coupled(model)
 

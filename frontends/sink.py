@@ -61,7 +61,7 @@ def store(
     columns: Columns | None = None,
     overwrite: bool = False,
     run: str | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> "Sink":
     """Open a store for writing: a sink of blocks.
 
@@ -75,7 +75,7 @@ def store(
         columns: Further columns of an example, computed from a block's `Examples`: texts, or numbers.
         overwrite: Delete what the store holds.  With several ranks only the first one may ask for it.
         run: Continue this run (or name a new one): the ranks of one job pass the same.  A new run by default.
-        rank: Number of this process within the run.
+        rank: Number of this process within the run; that of torch.distributed by default.
 
     Returns:
         The sink: call it with blocks; close it, or use it as a context manager.
@@ -92,6 +92,13 @@ def store(
     ...     open_store(folder).ids
     ('x', 'y')
     """
+    ranks, own = _place()
+    rank = own if rank is None else rank
+    if run is None and ranks > 1:
+        raise ValueError(
+            f"store: {ranks} processes write to {path} and need one name for their run. Pass the same run= in all of "
+            "them, a name that is new for every training run."
+        )
     name = run or time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + secrets.token_hex(4)
     if not _RUN.fullmatch(name) or rank < 0:
         raise ValueError(
@@ -346,3 +353,11 @@ def _version() -> str:
         return version("attrax")
     except PackageNotFoundError:
         return "unknown"
+
+
+def _place() -> tuple[int, int]:
+    """Number of processes of this job, and which of them this is."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1, 0
+    return distributed.get_world_size(), distributed.get_rank()
