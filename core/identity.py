@@ -6,7 +6,7 @@ parameters are never mixed.  Neither depends on Python's salted `hash`.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,20 +56,25 @@ def _bytes(x: Tensor) -> bytes:
     return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-def fingerprint(parameters: Mapping[str, Tensor]) -> str:
+def fingerprint(parameters: Mapping[str, Tensor], *, read: Callable[[Tensor], Tensor] = lambda x: x) -> str:
     """Identify parameter values, exactly and cheaply: a hash over two exact 64-bit sums of each tensor's bits.
 
     The sums wrap modulo 2^64 and one weighs every element by its position, so any changed or moved element changes the
     fingerprint (up to 64-bit collisions), and the result does not depend on device, threads or summation order.
+
+    Args:
+        parameters: Tensors by name.
+        read: Makes the values of a tensor, one at a time (of one that is sharded over processes).
 
     >>> w = torch.arange(4.0)
     >>> fingerprint({"w": w}) == fingerprint({"w": w.clone()}) != fingerprint({"w": w.flip(0)})
     True
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(parameters.items()):
+    for name, held in sorted(parameters.items()):
+        value = read(held.detach())
         digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
-        bits = _words(value.detach().reshape(-1))
+        bits = _words(value.reshape(-1))
         plain, weighted = 0, 0
         for start in range(0, bits.numel(), _CHUNK):
             chunk = bits[start : start + _CHUNK].to(torch.int64)

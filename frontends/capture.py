@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
-from attrax.frontends.modes import check_compiled, check_coupled
+from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
@@ -350,6 +350,7 @@ def capture(
         raise ValueError(f"capture: on_nonfinite: got {on_nonfinite!r}; expected 'skip' or 'raise'.")
     model = model.module if isinstance(model, DistributedDataParallel) else model
     check_compiled(model)
+    check_sharding(model)
     check_coupled(model)
 
     def reselect() -> Selection:

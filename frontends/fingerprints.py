@@ -1,13 +1,19 @@
 """The fingerprint of a model, computed anew only when its parameters or buffers were written to."""
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attrax.core import fingerprint
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Fingerprint of all parameters and buffers."""
-    return fingerprint(dict(model.named_parameters()) | dict(model.named_buffers()))
+    """Fingerprint of all parameters and buffers; sharded ones are gathered, which all processes must do together."""
+    return fingerprint(dict(model.named_parameters()) | dict(model.named_buffers()), read=whole)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The values of a tensor, gathered from all processes if it is sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 class Fingerprints:

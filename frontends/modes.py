@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from attrax.frontends.coverage import Coverage
 
@@ -61,6 +62,20 @@ def check_compiled(model: nn.Module) -> None:
             f"capture: {(compiled + wrapped)[0]} is already compiled, and hooks added now would never fire. Enter the "
             "capture before torch.compile, or capture the original module under "
             "torch.compiler.set_stance('force_eager')."
+        )
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Refuse the older sharding, whose modules hold pieces of a flat parameter.
+
+    Raises:
+        ValueError: Naming the module.
+    """
+    flat = [n or "the model" for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
+    if flat:
+        raise ValueError(
+            f"capture: {flat[0]} is wrapped in FullyShardedDataParallel, whose parameters are pieces of a flat one. "
+            "Shard with torch.distributed.fsdp.fully_shard (FSDP2) instead."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attrax.core import fingerprint
-from attrax.frontends.fingerprints import Fingerprints
+from attrax.frontends.fingerprints import Fingerprints, whole
 
 
 class Steps:
@@ -79,7 +79,7 @@ class Steps:
         """Whether the parameters have moved since the last backward without any optimizer."""
         if self._seen:
             return False
-        before, self._place = self._place, fingerprint(self.parameters())
+        before, self._place = self._place, fingerprint(self.parameters(), read=whole)
         return before is not None and before != self._place
 
     def mark(self) -> str:

@@ -1,4 +1,4 @@
-"""Training on two processes with DistributedDataParallel: what each captures is what one process captures."""
+"""Training on two processes (replicated or sharded parameters): what they capture is what one process captures."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from attrax.core import Block, GradTree, stored
 from attrax.frontends import capture, open_store, store
+from attrax.frontends.fingerprints import whole
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 STEPS, PER_STEP, RANKS = 3, 6, 2
@@ -58,20 +60,35 @@ def rows_of(rank: int | None) -> list[list[int]]:
     return steps if rank is None else [step[rank::RANKS] for step in steps]
 
 
-def work(rank: int, folder: str) -> None:
+def replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+KINDS = {"ddp": replicated, "fsdp2": sharded}
+
+
+def work(rank: int, folder: str, kind: str) -> None:
     """One process of data parallel training; all write into one store."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    model = DistributedDataParallel(network())
+    model = KINDS[kind](network())
     train(model, rows_of(rank), [store(f"{folder}/store", run="both")])
-    torch.save(model.module.state_dict(), f"{folder}/weights{rank}.pt")
+    weights = {name.removeprefix("module."): whole(p.detach()) for name, p in model.named_parameters()}
+    torch.save(weights, f"{folder}/weights{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ddp")
-    multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
+@pytest.fixture(scope="module", params=KINDS)
+def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    multiprocessing.spawn(work, (str(folder), request.param), nprocs=RANKS)
     return folder
 
 
@@ -104,6 +121,7 @@ def blocks_in(folder: Path) -> list[Block]:
 def test_one_store_holds_every_example_once_in_order(parallel, alone):
     blocks = blocks_in(parallel)
     assert [b.examples.ids for b in blocks] == [b.examples.ids for b in alone[0]]
+    assert len({b.examples.fingerprint for b in blocks}) == STEPS
     right, got = gradients(alone[0]), gradients(blocks)
     assert got.keys() == right.keys()
     for key, grads in right.items():
@@ -114,5 +132,5 @@ def test_one_store_holds_every_example_once_in_order(parallel, alone):
 
 def test_training_is_as_without_a_capture_and_the_same_everywhere(parallel, alone):
     first, second = (torch.load(parallel / f"weights{rank}.pt") for rank in range(RANKS))
-    for name, w in alone[1].state_dict().items():
+    for name, w in alone[1].named_parameters():
         assert torch.equal(first[name], second[name]) and torch.allclose(first[name], w, rtol=1e-12)
