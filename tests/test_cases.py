@@ -134,6 +134,7 @@ def test_k04_b15_tied_embedding_and_head():
     only = attrax.transformed(source, lambda name, leaf: leaf if name == "tok.weight" else None)
     flat = right["tok.weight"].flatten(1)
     same(attrax.graddot(only, only).values, flat @ flat.T)
+    same(attrax.self_influence(only).values[:, 0], flat.square().sum(1))
     untied = seeded(LM, 15)
     untied.load_state_dict(model.state_dict())
     paths = brute(untied, PREDICT, alone(docs))
