@@ -325,7 +325,8 @@ def capture(
             layers inside do not show what their parameters do: weights used past their layer, tables of positions.
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
             ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
-            unknown, only the target "as_trained" can be scored.
+            unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
+            and scales it (gradient accumulation, `GradScaler`) passes the function, its scale in c.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.

@@ -106,7 +106,7 @@ def moved(before: Tensor, after: Tensor, B: int) -> Layout | None:
     """
     if before.shape != after.shape:
         return None
-    before, after = before.detach(), after.detach()
+    before, after = _finite(before.detach()), _finite(after.detach())
     changed, rounding = _distance(before, after), _rounding(before)
     allowed = max(0.01 * changed, rounding)
     for layout in LAYOUTS if before.ndim else ():
@@ -130,8 +130,12 @@ def _distance(x: Tensor, y: Tensor) -> float:
 def _rounding(x: Tensor) -> float:
     if not x.is_floating_point():
         return 0.0
-    finite = x[x.isfinite()].double()
-    return 8 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * float(finite.norm())
+    return 8 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * float(x.double().norm())
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Numbers in place of those that are not finite, which have no distance: a mask's, or an overflow's."""
+    return x.nan_to_num(nan=2.0, posinf=1.0, neginf=-1.0) if x.is_floating_point() else x
 
 
 def compared(

@@ -55,7 +55,7 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
     for row in range(min(B, _TRIES)):
         single = pick(batch, torch.tensor([row]))
         reference = autograd_gradients(source, single)
-        conclusive = any(bool(g.any()) for g in reference.values())
+        conclusive = any(bool(g.any() & g.isfinite().all()) for g in reference.values())
         if conclusive:
             raise_on(_compared(source, single, reference)[0])
         if B > 1:
@@ -168,13 +168,14 @@ def _random_state(model: nn.Module) -> list[Tensor]:
 
 
 def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Largest difference of two gradients (0 if the reference is not finite), and its largest entry."""
+    """Largest difference of two gradients, and the largest entry of the reference; 0 if this is not finite."""
     if reference is None:
         return captured.abs().max(), captured.new_zeros(())
     expected = reference.to_dense() if reference.is_sparse else reference
     expected = expected.reshape(captured.shape)
     difference = (captured - expected).abs().max()
-    return torch.where(expected.isfinite().all(), difference, 0.0), expected.abs().max()
+    finite = expected.isfinite().all()
+    return torch.where(finite, difference, 0.0), torch.where(finite, expected.abs().max(), 0.0)
 
 
 def mismatches(

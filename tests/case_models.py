@@ -1,21 +1,35 @@
-"""Models, data and brute-force answers of the scenarios in `test_cases` and `test_cases_scores`.
+"""Models, data, brute-force answers and the fixture of the scenarios in `test_cases*.py`.
 
 Everything is in float64, with weights and data that depend on a seed only.  The right answer is always autograd on one
 example at a time, unpadded, without hooks.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from jaxtyping import config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attrax
 
+CLASSIFY, PREDICT = attrax.classification(), attrax.causal_lm()
 IGNORE = -100
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """One thread for tiny tensors, and no run-time type checks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+    torch.set_num_threads(threads)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
@@ -91,11 +105,28 @@ class Checkpointed(nn.Module):
         return self.last(torch.tanh(self.shared(h)))
 
 
+def mean_ce(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a training loop: a mean over the batch."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def each_position(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy summed over positions."""
+    return F.cross_entropy(model(batch["x"]).mT, batch["y"], reduction="none").sum(1)
+
+
 def points(seed: int, rows: int, Ni: int = 4, No: int = 3) -> dict[str, Tensor]:
     """A batch of a classifier."""
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, Ni, generator=gen, dtype=torch.float64)
     return {"x": x, "y": torch.randint(No, (rows,), generator=gen)}
+
+
+def steps(seed: int, rows: int, T: int, Ni: int = 4, No: int = 3) -> dict[str, Tensor]:
+    """A batch of sequences with a class at every position."""
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, T, Ni, generator=gen, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(No, (rows, T), generator=gen)}
 
 
 def documents(seed: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -113,6 +144,11 @@ def padded(docs: Sequence[Tensor], width: int | None = None) -> dict[str, Tensor
         "attention_mask": torch.stack([fill(torch.ones_like(x), 0) for x in docs]),
         "labels": torch.stack([fill(x, IGNORE) for x in docs]),
     }
+
+
+def alone(docs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """Every document as a batch of its own, unpadded."""
+    return [padded([doc]) for doc in docs]
 
 
 def part(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
@@ -142,6 +178,25 @@ def brute(model: nn.Module, loss: Any, examples: Sequence[Any]) -> dict[str, Ten
 def grads_of(source: Any) -> dict[str, Tensor]:
     """attrax's per-example gradients by parameter, in its stored layout."""
     return attrax.stored(attrax.collect(source).grads)
+
+
+def recorded(model: nn.Module, batches: Sequence[Any], loss: Any, **options: Any) -> dict[str, Tensor]:
+    """The same from a training loop that sums its loss over each batch."""
+    blocks: list[Any] = []
+    with attrax.capture(model, sinks=[blocks.append], loss="sum", **options):
+        for batch in batches:
+            loss(model, batch).sum().backward()
+            model.zero_grad()
+    return grads_of(attrax.Blocks(blocks))
+
+
+def both_give(
+    model: nn.Module, batch: Any, loss: Any, right: Mapping[str, Tensor] | None = None, **options: Any
+) -> None:
+    """`live` and `capture` give these gradients; those of each row by itself if none are named."""
+    expected = brute(model, loss, rows_of(batch)) if right is None else right
+    all_same(grads_of(attrax.live(model, [batch], loss, **options)), expected)
+    all_same(recorded(model, [batch], loss, **options), expected)
 
 
 def vectors(grads: Mapping[str, Tensor]) -> Tensor:
