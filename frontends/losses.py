@@ -110,24 +110,36 @@ def left_padded_positions(model: nn.Module, inputs: Mapping[str, Any]) -> dict[s
     """Position ids that start at each example's first real token, where padding on the left would shift them.
 
     Returns:
-        ``{"position_ids": ...}``, or nothing if positions are given, not shifted, or not an argument of the model.
+        ``{"position_ids": ...}``, or nothing if positions are given or not shifted.
+
+    Raises:
+        ValueError: If positions are shifted and not an argument of the model.
     """
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or "position_ids" in inputs:
         return {}
-    if "position_ids" not in inspect.signature(model.forward).parameters or not _may_start_late(mask):
+    starts = _starts_late(mask)
+    if starts is False:
         return {}
+    arguments = inspect.signature(model.forward).parameters
+    if "position_ids" not in arguments and not any(a.kind is a.VAR_KEYWORD for a in arguments.values()):
+        if starts is None:
+            return {}
+        raise ValueError(
+            f"causal_lm: examples are padded on the left, and {type(model).__name__}.forward takes no position_ids, so "
+            "they may not be read as they are alone. Pad on the right."
+        )
     late = (mask[:, 1:] > mask[:, :-1]).any(1, keepdim=True)
     counted = (mask.long().cumsum(1) - 1).clamp_min(0)
     return {"position_ids": torch.where(late, counted, torch.arange(mask.shape[1], device=mask.device))}
 
 
-def _may_start_late(mask: Int[Tensor, "B T"]) -> bool:
-    """Whether some row starts with padding; under `torch.func.vmap`, where nothing can be read, it may."""
+def _starts_late(mask: Int[Tensor, "B T"]) -> bool | None:
+    """Whether some row starts with padding; None under `torch.func.vmap`, where nothing can be read."""
     try:
         return bool((mask[:, 1:] > mask[:, :-1]).any())
     except RuntimeError:
-        return True
+        return None
 
 
 def causal_lm() -> CausalLM:

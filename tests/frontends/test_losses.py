@@ -66,9 +66,11 @@ def test_positions_are_supplied_only_where_padding_shifts_them(rng):
         (model, {"attention_mask": mask.flip(1)}),
         (model, {"attention_mask": mask[:, None]}),
         (model, {}),
-        (nn.Linear(2, 2), {"attention_mask": mask}),
+        (nn.Linear(2, 2), {"attention_mask": mask.flip(1)}),
     ]
     assert all(left_padded_positions(m, inputs) == {} for m, inputs in nothing)
+    with pytest.raises(ValueError, match=r"Linear.forward takes no position_ids.*Pad on the right"):
+        left_padded_positions(nn.Linear(2, 2), {"attention_mask": mask})
 
 
 def test_token_losses_are_computed_in_float32(rng):
