@@ -321,8 +321,9 @@ def capture(
         recompute: Modules to run once more in backward and differentiate as a whole (selected like `include`), where
             layers inside do not show what their parameters do: weights used past their layer, tables of positions.
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
-            ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
-            unknown, only the target "as_trained" can be scored.
+            ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face), whose
+            loss scale is seen too; where a loss outside of the model is scaled (GradScaler), give a function with the
+            scale in c: a name means none.  If unknown, only the target "as_trained" can be scored.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.

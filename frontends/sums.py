@@ -1,6 +1,6 @@
 """Checks of a running capture: the captured gradients of a backward must add up to what it put into `.grad`.
 
-Every parameter is checked in the first backward that gives it a gradient of its own.
+Every parameter is checked in the first backward that gives it a finite gradient of its own.
 """
 
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ class GradientSums:
             given.keys() - self._sums.keys(), "has a gradient but its layer was never captured"
         )
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
-        seen = grads.keys() & self._sums.keys()
+        seen = {n for n in grads.keys() & self._sums.keys() if _finite(grads[n])}
         pairs = {} if _reduced() else {n: distance(self._sums[n], grads[n]) for n in seen}
         raise_on(missing | mismatches(pairs, dtype, torch.finfo(torch.float32).eps))
         for name in seen if given else ():
@@ -69,6 +69,11 @@ class GradientSums:
 
 def _dense(g: Tensor) -> Tensor:
     return g.to_dense() if g.is_sparse else g
+
+
+def _finite(g: Tensor | None) -> bool:
+    """Whether a gradient says anything: under a loss scale that is too large, it overflows."""
+    return g is None or bool(_dense(g).isfinite().all())
 
 
 def _reduced() -> bool:

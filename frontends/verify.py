@@ -168,13 +168,14 @@ def _random_state(model: nn.Module) -> list[Tensor]:
 
 
 def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Largest difference of two gradients (0 if the reference is not finite), and its largest entry."""
+    """Largest difference of two gradients, and the reference's largest entry; both 0 if that is not finite."""
     if reference is None:
         return captured.abs().max(), captured.new_zeros(())
     expected = reference.to_dense() if reference.is_sparse else reference
     expected = expected.reshape(captured.shape)
     difference = (captured - expected).abs().max()
-    return torch.where(expected.isfinite().all(), difference, 0.0), expected.abs().max()
+    finite = expected.isfinite().all()
+    return torch.where(finite, difference, 0.0), torch.where(finite, expected.abs().max(), 0.0)
 
 
 def mismatches(
