@@ -168,7 +168,7 @@ def concat_rows(leaves: Sequence[T]) -> T:
         return first
     if isinstance(first, Materialized):
         built = [leaf.w for leaf in leaves if isinstance(leaf, Materialized)]
-        return replace(first, w=torch.stack(built).sum(0))
+        return replace(first, w=torch.stack(built).sum(0, dtype=wide(first.w.dtype)))
     if isinstance(first, Sum):
         return replace(
             first, uses=tuple(use for leaf in leaves if isinstance(leaf, Sum) for use in leaf.uses)

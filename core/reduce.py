@@ -1,5 +1,7 @@
 """Reductions of gradients: build them, sum them, hand them back in the parameters' own layout."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -46,14 +48,14 @@ def term_device(term: tuple[Operand, ...]) -> torch.device:
 
 
 def materialize_leaf(leaf: Leaf, *, hardware: Hardware = CPU) -> Materialized:
-    """Build the per-example gradients of a leaf: ``w [B, No, Ni (+1)]``, [B, U, No, Ni] or [B, d].
+    """Build the per-example gradients of a leaf: ``w [B, No, Ni (+1)]``, [B, U, No, Ni] or [B, d], float32 or better.
 
     >>> from attrax.core import factorized
     >>> materialize_leaf(factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))).w.shape
     torch.Size([2, 5, 4])
     """
     if isinstance(leaf, Materialized):
-        return leaf
+        return replace(leaf, w=leaf.w.to(wide(leaf.w.dtype)))
     return Materialized(_build(leaf, hardware, None), leaf.parts, getattr(leaf, "bias", False), leaf.basis)
 
 

@@ -11,6 +11,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attrax.core.algebra import wide
 from attrax.core.layers.linear import bias
 from attrax.core.layers.rule import Rule, overrides, own
 from attrax.core.leaves import Factorized, Grouped, Leaf, Materialized, Part
@@ -48,7 +49,8 @@ def transposed_convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str,
     padded = functional.pad(g, _margins(module, x.shape[2:], g.shape[2:]))
     patches = _patches(padded, module.groups, module.kernel_size, module.stride, module.dilation, x.shape[2:])
     weight = _leaf(_places(x, module.groups), patches, tuple(module.weight.shape), transposed=True)
-    shift = Materialized(g.sum(list(range(2, g.ndim))), (Part("bias", g.shape[1]),))
+    total = g.sum(list(range(2, g.ndim)), dtype=wide(g.dtype))
+    shift = Materialized(total, (Part("bias", g.shape[1]),))
     return own(module, {"weight": weight, "bias": shift})
 
 

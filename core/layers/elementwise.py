@@ -5,6 +5,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from attrax.core.algebra import wide
 from attrax.core.layers.rule import Rule
 from attrax.core.leaves import Diagonal, Leaf, Part
 
@@ -15,7 +16,7 @@ def prelu(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
     With one w, rows are the places of all axes but the last, whose entries are summed.
     """
     assert isinstance(module, nn.PReLU)
-    part, low = (Part("weight", module.num_parameters),), x.clamp_max(0)
+    part, low = (Part("weight", module.num_parameters),), x.clamp_max(0).to(wide(x.dtype))
     if module.num_parameters > 1:
         low, g = (v.reshape(*v.shape[:2], prod(v.shape[2:])).transpose(1, 2) for v in (low, g))
         return {"weight": Diagonal(low, g, part)}

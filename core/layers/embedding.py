@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from attrax.core.algebra import wide
 from attrax.core.layers.linear import rows
 from attrax.core.layers.rule import Rule
 from attrax.core.leaves import Leaf, Lookup, Part
@@ -24,7 +25,7 @@ def embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
 
 def scaled_embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
     """y_t = s W[id_t] with a constant s (Gemma, BART)."""
-    return embedding(module, x, g * getattr(module, "embed_scale"))  # noqa: B009
+    return embedding(module, x, g.to(wide(g.dtype)) * getattr(module, "embed_scale"))  # noqa: B009
 
 
 def embedding_bag(
@@ -41,6 +42,7 @@ def embedding_bag(
     """
     assert isinstance(module, nn.EmbeddingBag)
     ids, weights, inside = _bags(module, *x)
+    g = g.to(wide(g.dtype))
     if module.padding_idx is not None:
         inside = inside & (ids != module.padding_idx)
     if module.mode == "max":

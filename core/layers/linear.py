@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from attrax.core.algebra import wide
 from attrax.core.layers.rule import Rule, own
 from attrax.core.leaves import Diagonal, Factorized, Leaf, Part
 
@@ -36,7 +37,7 @@ def bilinear(module: nn.Module, x: tuple[Tensor, Tensor], g: Tensor) -> dict[str
     """y_o = x1^T W_o x2 + b_o:  dW = sum_t g_t (x1_t kron x2_t)^T, the weight seen as [No, N1 N2]."""
     assert isinstance(module, nn.Bilinear)
     one, two, g = rows(x[0]), rows(x[1]), rows(g)
-    pairs = (one.unsqueeze(-1) * two.unsqueeze(-2)).flatten(2)
+    pairs = (one.to(wide(one.dtype)).unsqueeze(-1) * two.unsqueeze(-2)).flatten(2)
     part = Part("weight", g.shape[-1], shape=tuple(module.weight.shape))
     return own(module, {"weight": Factorized(pairs, g, (part,)), "bias": bias(g)})
 
