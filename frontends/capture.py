@@ -75,6 +75,7 @@ class Capture:
         transform: Transform | None,
         reselect: Callable[[], Selection],
         loss: Declared | None,
+        scaler: torch.amp.GradScaler | None,
         ids: Ids | None,
         on_nonfinite: Literal["skip", "raise"],
         verify: bool,
@@ -85,7 +86,7 @@ class Capture:
         self.skipped: list[tuple[str, str]] = []
         self.unreached: set[str] = set()
         self._reselect, self._ids, self._on_nonfinite = reselect, ids, on_nonfinite
-        self._normalization = Normalization(loss)
+        self._normalization = Normalization(loss, scaler)
         self._wanted = {c.parameter for c in self.coverage.captured}
         self._known = self.coverage.known
         self._steps, self._discards = Steps(model, self._wanted), Discards()
@@ -305,6 +306,7 @@ def capture(
     rules: Sequence[Rule] = RULES,
     recompute: Selector | None = None,
     loss: Declared | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     ids: Ids | None = None,
     strict: bool = False,
     on_nonfinite: Literal["skip", "raise"] = "skip",
@@ -326,7 +328,8 @@ def capture(
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
             ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
-            and scales it (gradient accumulation, `GradScaler`) passes the function, its scale in c.
+            and divides it (gradient accumulation) passes the function, its scale in c.
+        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
@@ -366,6 +369,7 @@ def capture(
         transform=transform,
         reselect=reselect,
         loss=loss,
+        scaler=scaler,
         ids=ids,
         on_nonfinite=on_nonfinite,
         verify=verify,

@@ -78,15 +78,17 @@ class Normalization:
 
     Args:
         declared: How the loop's loss weighs examples; None to rely on the model's own loss.
+        scaler: What scales the loop's loss, where that is computed outside of the model.
 
     Raises:
         ValueError: If a name is unknown.
     """
 
-    def __init__(self, declared: Declared | None) -> None:
+    def __init__(self, declared: Declared | None, scaler: torch.amp.GradScaler | None = None) -> None:
         if declared is not None and not callable(declared) and declared not in NAMES:
             raise ValueError(f"capture: loss: got {declared!r}; expected one of {list(NAMES)} or a function.")
         self._declared: Declared | None = declared
+        self._scaler = scaler
         self._kind: Kind | None = None
         self._detected = False
 
@@ -98,7 +100,9 @@ class Normalization:
         if self._declared in ("sum", "example_mean") and self._kind is not None and "scale" in notes:
             self._refuse_mean(inputs["labels"])
         if self._declared is not None:
-            return declared_weights(self._declared, notes, inputs, rows, self._kind or "causal")
+            c, n = declared_weights(self._declared, notes, inputs, rows, self._kind or "causal")
+            outside = self._scaler is not None and "scale" not in notes and not callable(self._declared)
+            return (c * self._scaler.get_scale(), n) if outside and c is not None and self._scaler else (c, n)
         if "scale" not in notes or self._kind is None or "outside" in notes:
             return None, None
         return own_weights(notes["scale"], inputs, self._kind)

@@ -168,6 +168,24 @@ def test_k11_b53_a_loss_scale_does_not_reach_the_scores():
     same(attrax.graddot(train, query).values, G @ G.T)
 
 
+@pytest.mark.parametrize("declared", ["example_mean", "sum"])
+def test_k11_b53_the_scale_of_a_loop_that_scales_its_own_loss(declared):
+    model, batch = seeded(Net, 53), points(53, 4)
+    right = brute(model, CLASSIFY, rows_of(batch))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    blocks: list[Any] = []
+    loss = mean_ce if declared == "example_mean" else (lambda m, b: CLASSIFY(m, b).sum())
+    with attrax.capture(model, sinks=[blocks.append], loss=declared, scaler=scaler):
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    for block in blocks:
+        all_same(grads_of(attrax.targeted(attrax.Blocks([block]), "sum")), right)
+
+
 def test_k17_b81_a_batch_without_examples(tmp_path):
     model, batch = seeded(Net, 81), points(81, 5)
     pieces = [part(batch, 0, 3), part(batch, 3, 3), part(batch, 3, 5)]
