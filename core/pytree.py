@@ -11,6 +11,7 @@ a validating constructor would refuse.
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
@@ -55,10 +56,12 @@ def register_value(cls: type[T], *, arrays: tuple[str, ...], static: tuple[str, 
 def tree_map(function: Any, tree: Any) -> Any:
     """Apply `function` to every tensor of a value, keeping its static fields.
 
+    A packed sequence is passed to `function` whole: its rows are no axis of examples, and it cannot hold other objects.
+
     >>> import torch
     >>> from attrax.core import diagonal
     >>> leaf = diagonal("norm.weight", torch.ones(2, 3, 4), torch.ones(2, 3, 4))
     >>> tree_map(lambda x: 2 * x, leaf).g.unique()
     tensor([2.])
     """
-    return pytree.tree_map(function, tree)
+    return pytree.tree_map(function, tree, is_leaf=lambda x: isinstance(x, PackedSequence))

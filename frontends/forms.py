@@ -1,5 +1,6 @@
 """From one call of a layer to its leaves: which tensors are kept, and what is made of them in backward."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from attrax.core import Leaf
 from attrax.core.factorization import Rule
 from attrax.frontends.layout import EXAMPLES, SHARED, Layout, fold, regrouped, shared
+from attrax.frontends.parameters import own_buffers
 from attrax.frontends.passes import Pass, bind
 from attrax.frontends.recompute import Moment, Recorded, tapped, without_tensors
 
@@ -71,7 +73,9 @@ def _ruled(
     units = [_units(next(following), layout, run, lead, rule) if given else None for given in kept]
     g = _units(grads[0], layout, run, lead, rule)
     x: Any = tuple(units) if rule.inputs else units[0]
-    return {name: fold(leaf, run.count) for name, leaf in rule.factorize(module, x, g).items()}
+    with own_buffers(module) if hasattr(module, "parametrizations") else contextlib.nullcontext():
+        leaves = rule.factorize(module, x, g)
+    return {name: fold(leaf, run.count) for name, leaf in leaves.items()}
 
 
 def _units(x: Tensor, layout: Layout, run: Pass, lead: int, rule: Rule) -> Tensor:

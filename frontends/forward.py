@@ -23,6 +23,7 @@ from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode
 from attrax.frontends.parameters import replaced, slots
+from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, with_ids
 
 
@@ -145,7 +146,13 @@ def _forward_mode() -> Iterator[None]:
     """
     eager = torch.compiler.set_stance("force_eager")
     try:
-        with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), eager:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            slow_attention(),
+            sdpa_kernel(SDPBackend.MATH),
+            eager,
+        ):
             yield
     except RuntimeError as error:
         if not any(sign in str(error) for sign in ("forward AD", "forward mode AD", "functorch", "vmap")):

@@ -6,9 +6,9 @@ plainly ``[B, ...]`` is asked once, by running the model on the same examples in
 rows moved.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,18 +104,25 @@ def moved(before: Tensor, after: Tensor, B: int) -> Layout | None:
     A layout is right if it explains all of the change but rounding; a tensor that did not change is shared, unless it
     has the examples' length and rows that are alike.
     """
+    explained = explanations(before, after, B)
+    return explained[0] if explained else None
+
+
+def explanations(before: Tensor, after: Tensor, B: int) -> list[Layout]:
+    """All layouts under which `after` is `before` with its examples in the order of `reordered`."""
     if before.shape != after.shape:
-        return None
+        return []
     before, after = _finite(before.detach()), _finite(after.detach())
     changed, rounding = _distance(before, after), _rounding(before)
     allowed = max(0.01 * changed, rounding)
+    found: list[Layout] = []
     for layout in LAYOUTS if before.ndim else ():
         if not layout.fits(before.shape, B):
             continue
         x, y = (layout.units(v, B).unflatten(0, (B, -1)) for v in (before, after))
         if _distance(x[reordered(B).to(x.device)], y) <= allowed:
-            return layout
-    return SHARED if changed <= rounding else None
+            found.append(layout)
+    return found or ([SHARED] if changed <= rounding else [])
 
 
 def reordered(B: int) -> Tensor:
@@ -138,17 +145,69 @@ def _finite(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=2.0, posinf=1.0, neginf=-1.0) if x.is_floating_point() else x
 
 
-def compared(
-    before: Iterable[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]], B: int
-) -> dict[str, Layout | None]:
+Seen: TypeAlias = Iterable[tuple[str, Tensor]]
+
+
+def compared(before: Seen, after: Seen, B: int) -> dict[str, Layout | None]:
     """The layout of every layer that two runs of the model called alike, by path; None where there is none."""
-    first, second = list(before), list(after)
-    if [path for path, _ in first] != [path for path, _ in second]:
-        return {}
-    found: dict[str, set[Layout | None]] = {}
-    for (path, x), (_, y) in zip(first, second, strict=True):
-        found.setdefault(path, set()).add(moved(x, y, B))
-    return {path: next(iter(kinds)) if len(kinds) == 1 else None for path, kinds in found.items()}
+    found = {path: [moved(x, y, B) for x, y in pairs] for path, pairs in _paired(before, after).items()}
+    return {path: kinds[0] if len(set(kinds)) == 1 else None for path, kinds in found.items()}
+
+
+def doubtless(before: Seen, after: Seen, B: int) -> set[str]:
+    """Layers whose tensors say which of two layouts they have: not those of examples that are all alike."""
+
+    def clear(x: Tensor, y: Tensor) -> bool:
+        found = explanations(x, y, B)
+        return len({layout is POSITIONS if x.ndim and x.shape[0] == B else layout for layout in found}) < 2
+
+    return {path for path, pairs in _paired(before, after).items() if all(clear(x, y) for x, y in pairs)}
+
+
+def unmoved(
+    before: Seen, after: Seen, layouts: Mapping[str, Layout | None], B: int, examples: Tensor
+) -> bool:
+    """Whether some examples saw the same in two runs, wherever it is known where they lie."""
+    same: list[bool] = []
+    for path, pairs in _paired(before, after).items():
+        layout = layouts.get(path)
+        if layout is None or layout is SHARED:
+            same += [
+                x.shape == y.shape and (_alike(x, y) or not bool(examples.all()))
+                for x, y in pairs
+                if not x.ndim
+            ]
+            continue
+        for x, y in pairs:
+            if x.shape != y.shape:
+                return False
+            one, two = (layout.units(v, B).unflatten(0, (B, -1))[examples.to(v.device)] for v in (x, y))
+            same.append(_alike(one, two))
+    return bool(same) and all(same)
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    x, y = _finite(x.detach()), _finite(y.detach())
+    return _distance(x, y) <= _rounding(x)
+
+
+def _paired(before: Seen, after: Seen) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Tensors of two runs by path, of the layers that both called as often."""
+    runs: list[dict[str, list[Tensor]]] = [{}, {}]
+    for run, seen in zip(runs, (before, after), strict=True):
+        for path, x in seen:
+            run.setdefault(path, []).append(x)
+    first, second = runs
+    return {
+        path: list(zip(xs, second[path], strict=True))
+        for path, xs in first.items()
+        if len(second.get(path, ())) == len(xs)
+    }
+
+
+def copied(values: T) -> T:
+    """Nested arguments with a copy of every tensor, for a module that may change them in place."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 def permuted(values: T, B: int) -> T:

@@ -128,14 +128,16 @@ class Live:
             values[name] = visit(name, leaf, examples)
 
         if self.tapped:
-            self._backward(batch, deliver)
+            self._backward(batch, deliver, check=not apart)
         if self.apart and apart:
             for name, w in gradients_apart(self, batch, self.apart).items():
                 deliver(None, name, materialized(name, w))
         _check_leaves(bad, examples)
         return examples, values
 
-    def _backward(self, batch: Batch, deliver: Callable[[Pass | None, str, Leaf], None]) -> None:
+    def _backward(
+        self, batch: Batch, deliver: Callable[[Pass | None, str, Leaf], None], *, check: bool
+    ) -> None:
         B, segments = len(batch["example_ids"]), batch.get("segment_ids")
         rows = B if segments is None else len(segments)
         lost: list[LayoutError] = []
@@ -148,6 +150,8 @@ class Live:
         with running(self.model, tape, self.tapped):
             with tape.spanning(rows, flatten(batch), again, segments, B):
                 losses = self.loss(self.model, for_loss(batch, self.loss))
+            if check and B > 1 and segments is None:
+                tape.check_rows()
             if lost:
                 raise LayoutError(set().union(*(e.parameters for e in lost)), str(lost[0])) from lost[0]
             _check_losses(losses, B, tape.seen)

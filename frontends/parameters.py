@@ -25,6 +25,37 @@ def slots(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> dict[Slot,
 
 
 @contextlib.contextmanager
+def own_buffers(model: nn.Module, values: Mapping[Slot, Tensor | None] | None = None) -> Iterator[None]:
+    """Copies in the place of a model's buffers inside the context (its running statistics, its counters).
+
+    Args:
+        model: The model.
+        values: What to copy; the buffers as they are if None.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with own_buffers(norm):
+    ...     _ = norm.num_batches_tracked.add_(1)
+    >>> int(norm.num_batches_tracked)
+    0
+    """
+    before = buffers(model)
+    given = before if values is None else values
+    copies = {id(b): b.clone() for b in given.values() if b is not None}
+    try:
+        for (module, name), b in given.items():
+            module._buffers[name] = None if b is None else copies[id(b)]
+        yield
+    finally:
+        for (module, name), b in before.items():
+            module._buffers[name] = b
+
+
+def buffers(model: nn.Module) -> dict[Slot, Tensor | None]:
+    """Every buffer of a model, by where it is held."""
+    return {(m, name): b for m in model.modules() for name, b in m._buffers.items()}
+
+
+@contextlib.contextmanager
 def replaced(values: Mapping[Slot, Tensor]) -> Iterator[None]:
     """Put tensors in the place of parameters inside the context; the parameters are back after it.
 

@@ -6,7 +6,8 @@ mode, on its inputs as they are and on the same examples in another order.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,22 @@ from torch import Tensor, nn
 
 from attrax.frontends.coverage import Layer
 from attrax.frontends.forms import Form, packs, recompute_form, recompute_tensors, rule_form, rule_inputs
-from attrax.frontends.layout import EXAMPLES, FLAT, SHARED, Layout, compared, is_plain, moved
+from attrax.frontends.layout import (
+    EXAMPLES,
+    FLAT,
+    POSITIONS,
+    SHARED,
+    Layout,
+    compared,
+    doubtless,
+    is_plain,
+    moved,
+    shared,
+    unmoved,
+)
+from attrax.frontends.parameters import own_buffers
 from attrax.frontends.passes import Pass, flatten, has_axis
+from attrax.frontends.picked import in_order
 from attrax.frontends.recompute import Moment, slow_attention
 
 
@@ -48,31 +63,54 @@ class Placing:
     ) -> None:
         self.known = known
         self._model, self._aside = model, aside
+        self._guessed: dict[str, Layout] = {}
         self._noted: list[tuple[str, Tensor]] | None = None
-        self._plain: set[str] = set()
+        self._spread: tuple[str, Callable[[Tensor], Tensor]] | None = None
+        self._plain: dict[str, set[str]] = {}
         self._lost: set[str] = set()
 
-    def noted(self, layer: Layer, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> bool:
-        """Whether the model is being asked; the call is then an answer, and nothing else."""
-        if self._noted is None:
-            return False
+    @property
+    def asking(self) -> bool:
+        """Whether the model is being asked; calls are then answers, and nothing else."""
+        return self._noted is not None
+
+    def answer(self, layer: Layer, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Any:
+        """Note a call of a model that is being asked.
+
+        Returns:
+            The output for the model to go on with.
+        """
+        assert self._noted is not None
         self._noted += _placeable(layer, args, kwargs, output)
-        return True
+        spread = self._spread is not None and self._spread[0] == layer.key and layer.rule is not None
+        return self._spread[1](output) if spread and self._spread is not None else output
 
     def check(self, run: Pass) -> None:
         """Ask the model, if it was not asked yet, whether layers with an axis as long as the batch have examples there.
 
         Raises:
-            RuntimeError: If rows do not move with the examples.
+            LayoutError: If rows do not move with the examples.
         """
         self._ask(run)
-        wrong = sorted(self._plain & self._lost)
+        wrong = sorted(self._plain.keys() & self._lost)
         if wrong:
-            raise RuntimeError(
+            raise LayoutError(
+                set().union(*(self._plain[path] for path in wrong)),
                 f"capture: the rows of layers {wrong[:3]} do not move with the rows of the model's inputs: these are "
                 "not the examples (sequence-first inputs?), or examples depend on each other. Give the examples "
-                "first, exclude these layers, or pass verify=False if you know better."
+                "first, exclude these layers, or pass verify=False if you know better.",
             )
+
+    def learn(
+        self, layer: Layer, run: Pass, args: Sequence[Any], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Ask the model about a call whose backward will run it again, when the model can no longer be asked."""
+        if layer.rule is None:
+            self._layouts(layer, run, recompute_tensors(args, kwargs, output))
+            return
+        x = rule_inputs(layer.rule, layer.module, args, kwargs)[0]
+        if x is not None and isinstance(output, Tensor):
+            self._layout(layer, run, output if layer.rule.inputs else x, output)
 
     def form(
         self,
@@ -82,7 +120,7 @@ class Placing:
         kwargs: dict[str, Any],
         output: Any,
         names: tuple[str, ...],
-        random: Tensor | None,
+        moment: Moment | None,
     ) -> Form:
         """The form of a call of a layer.
 
@@ -93,7 +131,7 @@ class Placing:
             kwargs: Keyword arguments of the call.
             output: What it returned.
             names: Attribute paths of the parameters to capture.
-            random: State of random numbers before the call, if it drew any.
+            moment: The state around the call of a module without rule.
 
         Raises:
             LayoutError: If its examples cannot be told apart.
@@ -101,8 +139,8 @@ class Placing:
         """
         module, rule = layer.module, layer.rule
         if rule is None:
+            assert moment is not None
             layouts = self._layouts(layer, run, recompute_tensors(args, kwargs, output))
-            moment = Moment.of(module, random)
             form = recompute_form(module, names, args, kwargs, output, moment, layouts, run.rows or 0)
             return self._placed(layer, run, form, output)
         inputs = rule_inputs(rule, module, args, kwargs)
@@ -136,13 +174,14 @@ class Placing:
         if B is None or vector or not x.ndim or not output.ndim:
             return None
         if is_plain(x, output, B) and not (x.ndim == 1 and has_axis(run, B)):
-            self._plain |= {layer.path} if B > 1 else set()
-            return EXAMPLES
-        if x.shape[0] == output.shape[0] == 1 and B not in x.shape:
-            return SHARED
+            self._plain |= {layer.path: set(layer.names.values())} if B > 1 else {}
+            return EXAMPLES if in_order(x, B) else None
         if B > 1 and layer.path not in self.known:
             self._ask(run)
-        layout = moved(x, x, 1) if B == 1 else self.known.get(layer.path)
+        layout = moved(x, x, 1) if B == 1 else self._found(layer.path)
+        features = layout is POSITIONS and x.is_floating_point() and x.ndim == 2
+        if features or layout not in (None, SHARED) and not in_order(x, B):
+            return None
         if layout is SHARED and not (x.shape[0] == output.shape[0] == 1 or x.ndim == 1 and output.ndim == 2):
             return None
         return layout if layout is not None and layout.fits(x.shape, B) else None
@@ -156,25 +195,60 @@ class Placing:
             return [FLAT if x.ndim else SHARED for x in tensors]
         if any(key not in self.known for key in keys):
             self._ask(run)
-        return [self.known.get(key) for key in keys]
+        return [self._found(key) for key in keys]
+
+    def _found(self, key: str) -> Layout | None:
+        return self.known.get(key) or self._guessed.get(key)
 
     def _ask(self, run: Pass) -> None:
         """Run the model as it is and on reordered examples, to learn the layouts of all layers."""
         again, run.again = run.again, None
         if again is None or run.rows is None:
             return
-        seen: list[list[tuple[str, Tensor]]] = []
+        before, after = self._run(again, False), self._run(again, True)
+        found = compared(before, after, run.rows)
+        common = {key for key, layout in found.items() if layout is SHARED}
+        found |= {key: None for key in common if not self._spreads(again, key, before, found, run.rows)}
+        sure = doubtless(before, after, run.rows)
+        placed = {key: layout for key, layout in found.items() if layout is not None}
+        self.known.update({key: layout for key, layout in placed.items() if key in sure})
+        self._guessed = placed
+        self._lost |= {key for key, layout in found.items() if layout is None} | common
+
+    def _run(self, again: Callable[[bool], object], reorder: bool) -> list[tuple[str, Tensor]]:
+        """What the layers of the model see, and what it returns."""
+        self._noted = []
         try:
-            for reorder in (False, True):
-                self._noted = []
-                with self._aside(), evaluated(self._model), torch.no_grad():
-                    again(reorder)
-                seen.append(self._noted)
+            with self._aside(), evaluated(self._model):
+                output = again(reorder)
+            made = [x for x in flatten((output,)).values() if isinstance(x, Tensor)]
+            return [*self._noted, *((f"output {i}", x) for i, x in enumerate(made))]
         finally:
             self._noted = None
-        found = compared(seen[0], seen[1], run.rows)
-        self.known.update({key: layout for key, layout in found.items() if layout is not None})
-        self._lost |= {key for key, layout in found.items() if layout is None or layout is SHARED}
+
+    def _spreads(
+        self,
+        again: Callable[[bool], object],
+        key: str,
+        before: Sequence[tuple[str, Tensor]],
+        found: Mapping[str, Layout | None],
+        B: int,
+    ) -> bool:
+        """Whether the model is the same with one output of a shared layer for each example, and keeps them apart."""
+        if any(key == f"output {i}" for i in range(len(before))) or " (recomputed) " in key:
+            return True
+        first = torch.arange(B) == 0
+        for changed in (torch.zeros(B, dtype=torch.bool), first, ~first):
+            self._spread = key, partial(_perturbed, B=B, examples=changed)
+            try:
+                now = self._run(again, False)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                return False
+            finally:
+                self._spread = None
+            if not unmoved(before, now, found, B, ~changed):
+                return False
+        return True
 
 
 def _numbered(layer: Layer, index: int) -> str:
@@ -190,6 +264,13 @@ def _placeable(
         return [] if first is None else [(layer.path, first.detach())]
     tensors = recompute_tensors(args, kwargs, output)
     return [(_numbered(layer, i), x.detach()) for i, x in enumerate(tensors)]
+
+
+def _perturbed(output: Tensor, *, B: int, examples: Tensor) -> Tensor:
+    """What all examples share, once for each, and something else for some of them."""
+    each = shared(output, B)
+    change = torch.randn_like(each) * output.abs().mean()
+    return each + change * examples.to(each).reshape(-1, *[1] * (each.ndim - 1))
 
 
 def _unclear(layer: Layer, x: Tensor, run: Pass) -> str:
@@ -215,7 +296,8 @@ def evaluated(model: nn.Module) -> Iterator[None]:
         try:
             for module in training:
                 module.training = False
-            yield
+            with own_buffers(model):
+                yield
         finally:
             for module in training:
                 module.training = True

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attrax.core import Leaf, materialized
 from attrax.core.pytree import tree_map
 from attrax.frontends.layout import Layout
-from attrax.frontends.parameters import replaced
+from attrax.frontends.parameters import Slot, own_buffers, replaced
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,22 @@ class Moment:
         device: Device type of the module.
         random: State of the host's random numbers before the call, if the call used them.
         autocast: Whether autocast was on, and its dtype.
+        buffers: Buffers before the call, if the call changed them (running statistics, power iterations).
     """
 
     device: str
     random: Tensor | None
     autocast: tuple[bool, torch.dtype]
+    buffers: Mapping[Slot, Tensor | None] | None = None
 
     @staticmethod
-    def of(module: nn.Module, random: Tensor | None) -> "Moment":
+    def of(
+        module: nn.Module, random: Tensor | None, buffers: Mapping[Slot, Tensor | None] | None = None
+    ) -> "Moment":
         """The state now."""
         device = next((p.device.type for p in module.parameters()), "cpu")
-        return Moment(device, random, (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return Moment(device, random, autocast, buffers)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -97,14 +102,15 @@ class Recorded:
             grads: Gradients of the outputs that were tapped, in order.
 
         """
-        with self.moment.again(), _restored(self.module):
+        with self.moment.again():
             found = None if self.moment.random is not None else self._vmapped(tensors, grads)
             found = self._repeated(tensors, grads) if found is None else found
         return {name: materialized(name, w.detach()) for name, w in found.items()}
 
     def _forward(self, parameters: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = tree_map(lambda x: tensors[x.index] if isinstance(x, Place) else x, self.arguments)
-        with replaced({owner(self.module, name): p for name, p in parameters.items()}):
+        held = {owner(self.module, name): p for name, p in parameters.items()}
+        with own_buffers(self.module, self.moment.buffers), replaced(held):
             return tapped(self.module(*args, **kwargs))
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -188,14 +194,3 @@ def owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and the name it has there, by attribute path."""
     parent, _, name = path.rpartition(".")
     return module.get_submodule(parent), name
-
-
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """A module whose buffers (running statistics) are after the context as they were before it."""
-    before = [(b, b.clone()) for b in module.buffers()] if module.training else []
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)

@@ -20,10 +20,11 @@ from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.coverage import Layer
 from attrax.frontends.hooks import hook
-from attrax.frontends.layout import Layout, permuted
+from attrax.frontends.layout import Layout, copied, permuted
+from attrax.frontends.parameters import Slot, buffers
 from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
 from attrax.frontends.placing import LayoutError, Placing
-from attrax.frontends.recompute import owner, with_tapped
+from attrax.frontends.recompute import Moment, owner, with_tapped, without_tensors
 from attrax.frontends.taps import Mark, Tap, origins, saved_inputs
 
 
@@ -62,6 +63,8 @@ class Tape:
         self._names: dict[str, dict[str, str]] = {}
         self._accumulators: dict[str, dict[str, torch.autograd.graph.Node]] = {}
         self._random: dict[str, Tensor] = {}
+        self._buffers: dict[str, list[tuple[Slot, Tensor, Tensor]]] = {}
+        self._versions: dict[str, list[int]] = {}
         self._dropped: set[str] = set()
         self._placing = Placing(self.model, self.layouts, self.paused)
         self._head = _output_head(self.model)
@@ -132,6 +135,15 @@ class Tape:
         finally:
             self._current, self._depth = None, 0
 
+    def check_rows(self) -> None:
+        """Check that rows of layers are examples, in the pass of `spanning`.
+
+        Raises:
+            LayoutError: If they are not.
+        """
+        assert self._own is not None
+        self._placing.check(self._own)
+
     def differentiate(self, total: Tensor) -> None:
         """Backward of the pass of `spanning`, leaf by leaf; no parameter's `.grad` is touched."""
         run = self._own
@@ -197,25 +209,29 @@ class Tape:
     def _tap(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self._placing.noted(layer, args, kwargs, output):
-            return None
+        if self._placing.asking:
+            return self._placing.answer(layer, args, kwargs, output)
         run = self._current
         if not self.listening or run is None or run.rows == 0:
             return None
         self.seen.add(layer.path)
         if not torch.is_grad_enabled():
             run.silent = True
+            if module.training:
+                self._placing.learn(layer, run, args, kwargs, output)
             return None
         accumulators = self._accumulators.pop(layer.key, {})
-        random = self._random.pop(layer.path, None)
-        random = None if random is not None and torch.equal(random, torch.get_rng_state()) else random
+        moment = self._moment(layer) if layer.rule is None else None
+        versions = self._versions.pop(layer.path, None)
         names = self._names[layer.key]
         names = names if self._own is not None else {a: n for a, n in names.items() if a in accumulators}
         names = {a: n for a, n in names.items() if n not in self._dropped}
         if not names:
             return None
         try:
-            form = self._placing.form(layer, run, args, kwargs, output, tuple(names), random)
+            if versions is not None and versions != _versions(args, kwargs):
+                raise LayoutError(layer.names.values(), _changes(layer))
+            form = self._placing.form(layer, run, args, kwargs, output, tuple(names), moment)
         except LayoutError as error:
             if self.unplaced is None:
                 raise
@@ -231,6 +247,13 @@ class Tape:
         outputs = Tap.apply(call, run, self, anchor, len(form.saved), *form.saved, *form.outputs)
         return with_tapped(output, outputs)
 
+    def _moment(self, layer: Layer) -> Moment:
+        """What a module's call depended on, as far as the call changed it."""
+        random = self._random.pop(layer.path, None)
+        random = None if random is not None and torch.equal(random, torch.get_rng_state()) else random
+        changed = _changed(layer.module, self._buffers.pop(layer.path, []))
+        return Moment.of(layer.module, random, changed)
+
     def _ready(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a tapped layer runs: find the nodes that add to the `.grad` of its trained parameters.
 
@@ -238,8 +261,13 @@ class Tape:
         """
         if not self.listening or not torch.is_grad_enabled():
             return
+        if layer.rule is None:
+            self._versions[layer.path] = _versions(args, kwargs)
         if layer.rule is None and module.training:
             self._random[layer.path] = torch.get_rng_state()
+            self._buffers[layer.path] = [
+                (slot, b, b.clone()) for slot, b in buffers(module).items() if b is not None
+            ]
         if self._own is not None:
             return
         own = {a: getattr(*owner(module, a)) for a in self._names[layer.key]}
@@ -341,8 +369,30 @@ class Tape:
 def _again(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
 ) -> object:
-    args, kwargs = permuted((args, kwargs), rows) if reorder else (args, kwargs)
-    return module(*args, **kwargs)
+    args, kwargs = permuted((args, kwargs), rows) if reorder else copied((args, kwargs))
+    with torch.no_grad():
+        return module(*args, **kwargs)
+
+
+def _changed(
+    module: nn.Module, before: list[tuple[Slot, Tensor, Tensor]]
+) -> dict[Slot, Tensor | None] | None:
+    """The buffers of a module before a call, if the call changed any."""
+    now = buffers(module)
+    kept = all(now.get(slot) is b and torch.equal(b, value) for slot, b, value in before)
+    return None if kept else {slot: value for slot, _, value in before}
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    """How often the tensors of a call were changed in place."""
+    return [x._version for x in without_tensors((args, kwargs))[1] if not x.is_inference()]
+
+
+def _changes(layer: Layer) -> str:
+    return (
+        f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and changes its arguments in "
+        "place, so it cannot run again. Give it a copy, exclude it, or recompute the module around it (recompute=)."
+    )
 
 
 def _in_backward() -> bool:

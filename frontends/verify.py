@@ -61,10 +61,20 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
         if B > 1:
             pair = pick(batch, torch.tensor([row, (row + 1) % B]))
             errors, dtype = _compared(source, pair, reference)
-            raise_on({} if dtype in (torch.bfloat16, torch.float16) else errors, coupled=True)
+            errors = {} if dtype in (torch.bfloat16, torch.float16) else errors
+            raise_on(errors, coupled=bool(errors) and _coupled(source, pair, errors, dtype))
         if conclusive:
             return True
     return False
+
+
+def _coupled(source: "Live", pair: Mapping[str, Any], names: Collection[str], dtype: torch.dtype) -> bool:
+    """Whether the gradient of two examples together is not the sum of their gradients."""
+    both = autograd_gradients(source, pair, names)
+    one, two = (autograd_gradients(source, pick(pair, torch.tensor([i])), names) for i in (0, 1))
+    sums = {n: one.get(n, 0) + two.get(n, 0) for n in names}
+    found = {n: distance(s, both.get(n)) for n, s in sums.items() if isinstance(s, Tensor)}
+    return bool(mismatches(found, dtype, torch.finfo(torch.float32).eps))
 
 
 def _compared(
@@ -137,9 +147,12 @@ def autograd_gradients(
             return {}
         try:
             grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            hidden = any(g is None for g in grads)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
+            hidden = True
+        if hidden:
             source.loss(source.model, for_loss(batch, source.loss)).sum().backward()
             grads = [p.grad for p in named.values()]
     return {n: g.to_dense() if g.is_sparse else g for n, g in zip(named, grads, strict=True) if g is not None}
