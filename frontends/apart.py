@@ -6,17 +6,21 @@ with a penalty on weights: exact for all of them, at the price of one forward an
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from attrax.core import Examples
+from attrax.core.source import Visit
 from attrax.frontends.placing import LayoutError
-from attrax.frontends.rows import pick
+from attrax.frontends.rows import Batch, pick
 from attrax.frontends.verify import Misread, autograd_gradients, verify_gradients
 
 if TYPE_CHECKING:
     from attrax.frontends.live import Live
+
+T = TypeVar("T")
 
 
 def settle(source: "Live", batch: Mapping[str, Any]) -> bool:
@@ -38,6 +42,20 @@ def settle(source: "Live", batch: Mapping[str, Any]) -> bool:
             found = dict.fromkeys(error.parameters, "no example axis in the calls of its layer")
             _put_apart(source, found, error)
     return True
+
+
+def run_apart(source: "Live", batch: Batch, visit: Visit[T], mark: str) -> tuple[Examples, dict[str, T]]:
+    """Run a batch; layers whose examples lie nowhere in this one are put apart, before any leaf is delivered.
+
+    Raises:
+        LayoutError: If the source is strict.
+    """
+    while True:
+        try:
+            return source.run(batch, visit, mark)
+        except LayoutError as error:
+            found = dict.fromkeys(error.parameters, "no example axis in some calls of its layer")
+            _put_apart(source, found, error)
 
 
 def _put_apart(source: "Live", found: Mapping[str, str], error: RuntimeError) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attrax.core import Examples, Leaf, materialized
 from attrax.core.factorization import RULES, Rule
 from attrax.core.source import Visit
-from attrax.frontends.apart import gradients_apart, settle
+from attrax.frontends.apart import gradients_apart, run_apart, settle
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.layout import Layout, permuted, reordered
@@ -101,7 +101,7 @@ class Live:
             mark = marks.now()
             if self.verify and mark not in self.verified and settle(self, kept):
                 self.verified.add(mark)
-            yield self.run(kept, visit, mark)
+            yield run_apart(self, kept, visit, mark) if self.verify else self.run(kept, visit, mark)
 
     def run(
         self, batch: Batch, visit: Visit[T], mark: str, *, apart: bool = True
@@ -201,7 +201,8 @@ def live(
         on_nonfinite: "raise" names the examples; "skip" leaves them out and lists them in `skipped` (one more
             forward pass a batch).
         progress: Label of a progress bar, or None for no bar.
-        verify: Compare the first example's captured gradients with autograd before anything else, once a pass.
+        verify: Before anything else, compare captured gradients of the first batch with autograd: those of one example,
+            alone and beside another, and their sum.
             Parameters that a layer rule gets wrong (a weight used outside its layer) or cannot place (no example axis)
             are then differentiated one example at a time, with a warning; an error if `strict`.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Examples, GradTree, Leaf, stored, take
+from attrax.core import Examples, GradTree, Leaf, aggregate, stored, take
 from attrax.core.leaves import dtype_of
 from attrax.frontends.rows import for_loss, pick
 
@@ -41,7 +41,7 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
 
     Args:
         source: The live source.
-        batch: A batch; its first example with a gradient is compared.
+        batch: A batch; its first example with a gradient is compared, then the sum over all examples.
 
     Returns:
         Whether an example with a gradient was found.
@@ -63,6 +63,8 @@ def verify_gradients(source: "Live", batch: Mapping[str, Any]) -> bool:
             errors, dtype = _compared(source, pair, reference)
             errors = {} if dtype in (torch.bfloat16, torch.float16) else errors
             raise_on(errors, coupled=bool(errors) and _coupled(source, pair, errors, dtype))
+        if conclusive and B > 2:
+            raise_on(_compared(source, batch, autograd_gradients(source, batch), whole=True)[0])
         if conclusive:
             return True
     return False
@@ -78,20 +80,21 @@ def _coupled(source: "Live", pair: Mapping[str, Any], names: Collection[str], dt
 
 
 def _compared(
-    source: "Live", batch: Mapping[str, Any], reference: Mapping[str, Tensor]
+    source: "Live", batch: Mapping[str, Any], reference: Mapping[str, Tensor], *, whole: bool = False
 ) -> tuple[dict[str, str], torch.dtype]:
-    """How the first example of a batch differs from its reference, and the coarsest dtype among its gradients."""
+    """How a batch's first example (or the sum of all) differs from its reference, and its coarsest dtype."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     dtypes: set[torch.dtype] = set()
 
     def compare(name: str, leaf: Leaf, _: Examples) -> None:
         dtypes.add(dtype_of(leaf))
-        for parameter, captured in stored(GradTree({name: take(leaf, slice(0, 1))})).items():
+        tree = GradTree({name: leaf if whole else take(leaf, slice(0, 1))})
+        for parameter, captured in stored(aggregate(tree) if whole else tree).items():
             found[parameter] = distance(captured[0], reference.get(parameter))
 
     source.run(batch, compare, "", apart=False)
     coarsest = max(dtypes, key=lambda d: torch.finfo(d).eps)
-    errors = mismatches(found, coarsest)
+    errors = mismatches(found, coarsest, torch.finfo(torch.float32).eps if whole else 0.0)
     if errors and not mismatches(found, coarsest, torch.finfo(torch.float32).eps):
         errors = _beyond_noise(source, batch, reference, found, errors)
     for parameter in reference.keys() - found.keys() - source.apart.keys():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attrax.core import collect
+from attrax.core import GradTree, collect, stored
 from attrax.core.factorization import RULES, Rule, linear
 from attrax.frontends import classification, live
 
@@ -103,3 +103,39 @@ def test_gaps_are_listed_or_refused(rng):
     assert source.coverage.share == 72 / 93
     with pytest.raises(ValueError, match=r"strict=True(?s:.*)last.weight: excluded"):
         live(model, [batch], CLASSIFY, strict=True, exclude="last")
+
+
+def test_what_only_some_examples_do_is_noticed(rng):
+    """The first two examples use a layer as its rule says, the third uses its weight as a function."""
+
+    def sometimes(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.a(x))
+        return m.out(torch.where(x[..., :1] > 0, m.b(h), h @ m.b.weight.T))
+
+    model = seeded(lambda: Around(sometimes, a=nn.Linear(4, 4), b=nn.Linear(4, 4), out=nn.Linear(4, 3)))
+    batch = classes(rng)
+    batch["x"][:2, 0], batch["x"][2:, 0] = 1.0, -1.0
+    exact_apart(model, batch, "b.weight", "b.weight: differs from autograd")
+
+
+def test_a_layer_without_example_axis_in_a_later_batch(rng):
+    """Rows picked by a mask: as many as examples, but not one of each."""
+    model = seeded(lambda: Around(lambda m, x: m.out(m.a(x)), a=nn.Linear(4, 4), out=nn.Linear(4, 3)))
+
+    def picked(model: Any, batch: Any) -> Tensor:
+        h = model.a(batch["x"])
+        rows = model.out(h[batch["mask"]])
+        owner = batch["mask"].nonzero()[:, 0]
+        return torch.zeros(len(h), dtype=h.dtype).index_add(0, owner, rows.square().sum(1))
+
+    x = torch.randn(2, 4, 3, 4, generator=rng, dtype=torch.float64)
+    even, uneven = torch.zeros(2, 4, 3, dtype=torch.bool)
+    even[:, 0], uneven[0, :2], uneven[2:, 1] = True, True, True
+    batches = [{"x": x[0], "mask": even}, {"x": x[1], "mask": uneven}]
+    source = live(model, batches, picked)
+    with pytest.warns(RuntimeWarning, match="out.bias, out.weight"):
+        found = [leaves for _, leaves in source.map(lambda name, leaf, _: stored(GradTree({name: leaf})))]
+    for got, batch in zip(found, batches, strict=True):
+        assert_gradients(
+            {n: g for leaf in got.values() for n, g in leaf.items()}, one_by_one(model, batch, picked)
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from attrax.core import collect
+from attrax.core import GradTree, collect, stored
 from attrax.frontends import capture, live
 from tests.frontends.oracle import assert_gradients, block_gradients, captured, one_by_one
 
@@ -94,8 +94,13 @@ def test_as_many_picked_rows_as_examples_are_not_taken_for_examples() -> None:
     """Four masked tokens of four examples, two of them in one; the batch that is verified has one in each."""
     model, batches = seeded(Masked).eval(), [masked([1, 1, 1, 1]), masked([2, 0, 1, 1])]
     with pytest.raises(RuntimeError, match="'head'"):
-        collect(live(model, batches, squares))
-    assert_gradients(captured(live(model, batches[:1], squares)), one_by_one(model, batches[0], squares))
+        collect(live(model, batches, squares, strict=True))
+    with pytest.warns(RuntimeWarning, match="head.bias, head.weight"):
+        found = list(live(model, batches, squares).map(lambda name, leaf, _: stored(GradTree({name: leaf}))))
+    for (_, leaves), batch in zip(found, batches, strict=True):
+        assert_gradients(
+            {n: g for x in leaves.values() for n, g in x.items()}, one_by_one(model, batch, squares)
+        )
 
 
 def test_as_many_picked_rows_as_examples_in_training() -> None:
