@@ -209,8 +209,8 @@ class Tape:
     def _tap(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self._placing.asking:
-            return self._placing.answer(layer, args, kwargs, output)
+        if self._placing.asking.now:
+            return self._placing.asking.answer(layer, args, kwargs, output)
         run = self._current
         if not self.listening or run is None or run.rows == 0:
             return None
