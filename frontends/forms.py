@@ -12,7 +12,7 @@ from attrax.core import Leaf
 from attrax.core.factorization import Rule
 from attrax.frontends.layout import EXAMPLES, SHARED, Layout, fold, regrouped, shared
 from attrax.frontends.parameters import own_buffers
-from attrax.frontends.passes import Pass, bind
+from attrax.frontends.passes import Extent, bind
 from attrax.frontends.recompute import Moment, Recorded, tapped, without_tensors
 
 Leaves = Callable[[Sequence[Tensor], Sequence[Tensor]], Mapping[str, Leaf]]
@@ -45,17 +45,22 @@ def rule_inputs(
 
 
 def rule_form(
-    rule: Rule, module: nn.Module, inputs: Sequence[Tensor | None], output: Tensor, layout: Layout, run: Pass
+    rule: Rule,
+    module: nn.Module,
+    inputs: Sequence[Tensor | None],
+    output: Tensor,
+    layout: Layout,
+    extent: Extent,
 ) -> Form:
     """The form of a call of a layer with a rule."""
-    rows = run.rows or 0
+    rows = extent.rows
     own = [None if x is None else x.detach() for x in inputs]
     if layout is SHARED:
         own = [None if x is None else shared(x, rows) for x in own]
         output = shared(output, rows)
     kept = tuple(x is not None for x in own)
     lead = own[0].shape[0] if own[0] is not None else output.shape[0]
-    make = partial(_ruled, rule, module, layout, run, kept, lead)
+    make = partial(_ruled, rule, module, layout, extent, kept, lead)
     return Form([x for x in own if x is not None], [output], make)
 
 
@@ -63,35 +68,35 @@ def _ruled(
     rule: Rule,
     module: nn.Module,
     layout: Layout,
-    run: Pass,
+    extent: Extent,
     kept: tuple[bool, ...],
     lead: int,
     saved: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> dict[str, Leaf]:
     following = iter(saved)
-    units = [_units(next(following), layout, run, lead, rule) if given else None for given in kept]
-    g = _units(grads[0], layout, run, lead, rule)
+    units = [_units(next(following), layout, extent, lead, rule) if given else None for given in kept]
+    g = _units(grads[0], layout, extent, lead, rule)
     x: Any = tuple(units) if rule.inputs else units[0]
     with own_buffers(module) if hasattr(module, "parametrizations") else contextlib.nullcontext():
         leaves = rule.factorize(module, x, g)
-    return {name: fold(leaf, run.count) for name, leaf in leaves.items()}
+    return {name: fold(leaf, extent.examples) for name, leaf in leaves.items()}
 
 
-def _units(x: Tensor, layout: Layout, run: Pass, lead: int, rule: Rule) -> Tensor:
+def _units(x: Tensor, layout: Layout, extent: Extent, lead: int, rule: Rule) -> Tensor:
     """Examples first; further axes that examples were flattened with become rows where the rule takes rows."""
-    rows = run.rows or 0
+    rows = extent.rows
     if layout not in (EXAMPLES, SHARED) and x.shape[0] == lead:
         x = layout.units(x, rows)
         x = x.unflatten(0, (rows, -1)) if rule.rows and x.shape[0] != rows else x
-    return x if run.segments is None else regrouped(x, run.segments, run.count)
+    return x if extent.segments is None else regrouped(x, extent.segments, extent.examples)
 
 
-def packs(rule: Rule, layout: Layout, x: Tensor, run: Pass) -> bool:
+def packs(rule: Rule, layout: Layout, x: Tensor, extent: Extent) -> bool:
     """Whether the positions of packed sequences can be told apart in a layer's tensors."""
-    if run.segments is None:
+    if extent.segments is None:
         return True
-    T = run.segments.shape[1]
+    T = extent.segments.shape[1]
     axes = {EXAMPLES: x.shape[1:2], SHARED: x.shape[-1:] if not x.is_floating_point() else x.shape[-2:-1]}
     return rule.rows and (layout not in axes or tuple(axes[layout]) == (T,))
 

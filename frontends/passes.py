@@ -6,7 +6,7 @@ exception) leaves nothing behind.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,14 @@ class Call:
     arrived: bool = False
 
 
+class Extent(NamedTuple):
+    """How many rows and examples a pass has, and which example each position of packed rows belongs to."""
+
+    rows: int
+    examples: int
+    segments: Tensor | None
+
+
 @dataclass(eq=False)
 class Pass:
     """One forward pass and what its backward has delivered so far.
@@ -50,7 +58,7 @@ class Pass:
     Attributes:
         rows: Number of rows along the first axis of the inputs; None until known.
         segments: [rows, T] example of each position, where rows hold several examples (or -1); None where a row is one.
-        examples: Number of examples B, where rows hold several; see `count`.
+        examples: Number of examples B, where rows hold several; see `extent`.
         again: Runs the model once more on the inputs of the pass, as they are or with their rows reordered.
         inputs: Inputs of the outermost call by name, tensors detached.
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
@@ -79,9 +87,10 @@ class Pass:
     _groups: dict[int, list[Call]] | None = None
 
     @property
-    def count(self) -> int:
-        """Number of examples."""
-        return self.examples if self.examples is not None else self.rows or 0
+    def extent(self) -> Extent:
+        """Its rows and examples, as far as calls need to know them."""
+        rows = self.rows or 0
+        return Extent(rows, rows if self.examples is None else self.examples, self.segments)
 
     def group_of(self, call: Call) -> list[Call]:
         """The calls that must all arrive before `call`'s parameters are complete."""

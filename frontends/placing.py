@@ -115,9 +115,9 @@ class Placing:
             )
         run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
         layout = self._layout(layer, run, output if rule.inputs else inputs[0], output)
-        if layout is None or not packs(rule, layout, inputs[0], run):
+        if layout is None or not packs(rule, layout, inputs[0], run.extent):
             raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run))
-        return rule_form(rule, module, inputs, output, layout, run)
+        return rule_form(rule, module, inputs, output, layout, run.extent)
 
     def _placed(self, layer: Layer, run: Pass, form: Form | None, output: Any) -> Form:
         if form is None:
