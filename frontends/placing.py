@@ -73,7 +73,7 @@ class Placing:
             return
         x = rule_inputs(layer.rule, layer.module, args, kwargs)[0]
         if x is not None and isinstance(output, Tensor):
-            self._layout(layer, run, output if layer.rule.inputs else x, output)
+            self._layout(layer, run, x, output)
 
     def form(
         self,
@@ -114,7 +114,7 @@ class Placing:
                 f"'{rule.name}' needs tensors in and one out. Exclude it or pass rules= with a rule for it."
             )
         run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
-        layout = self._layout(layer, run, output if rule.inputs else inputs[0], output)
+        layout = self._layout(layer, run, inputs[0], output)
         if layout is None or not packs(rule, layout, inputs[0], run.extent):
             raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run))
         return rule_form(rule, module, inputs, output, layout, run.extent)
@@ -130,20 +130,21 @@ class Placing:
             )
         return form
 
-    def _layout(self, layer: Layer, run: Pass, x: Tensor, output: Tensor) -> Layout | None:
+    def _layout(self, layer: Layer, run: Pass, first: Tensor, output: Tensor) -> Layout | None:
         """Where the examples lie in a call; the model is asked where shapes leave a doubt."""
         B = run.rows
+        x = output if layer.rule is not None and layer.rule.inputs else first
         vector = x.ndim == 1 and x.is_floating_point()
         if B is None or vector or not x.ndim or not output.ndim:
             return None
         if is_plain(x, output, B) and not (x.ndim == 1 and has_axis(run, B)):
             self._plain |= {layer.path: set(layer.names.values())} if B > 1 else {}
-            return EXAMPLES if in_order(x, B) else None
+            return EXAMPLES if in_order(first, B) else None
         if B > 1 and layer.path not in self.asking.known:
             self.asking.ask(run)
         layout = moved(x, x, 1) if B == 1 else self.asking.found(layer.path)
         features = layout is POSITIONS and x.is_floating_point() and x.ndim == 2
-        if features or layout not in (None, SHARED) and not in_order(x, B):
+        if features or layout not in (None, SHARED) and not in_order(first, B):
             return None
         if layout is SHARED and not (x.shape[0] == output.shape[0] == 1 or x.ndim == 1 and output.ndim == 2):
             return None
