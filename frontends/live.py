@@ -202,7 +202,7 @@ def live(
             forward pass a batch).
         progress: Label of a progress bar, or None for no bar.
         verify: Before anything else, compare captured gradients of the first batch with autograd: those of one example,
-            alone and beside another, and their sum.
+            alone and beside another, and the sum of up to sixteen.
             Parameters that a layer rule gets wrong (a weight used outside its layer) or cannot place (no example axis)
             are then differentiated one example at a time, with a warning; an error if `strict`.
 
