@@ -89,14 +89,14 @@ def _units(x: Tensor, layout: Layout, extent: Extent, lead: int, rule: Rule) -> 
     if layout not in (EXAMPLES, SHARED) and x.shape[0] == lead:
         x = layout.units(x, rows)
         x = x.unflatten(0, (rows, -1)) if rule.rows and x.shape[0] != rows else x
-    return x if extent.segments is None else regrouped(x, extent.segments, extent.examples)
+    return x if extent.packed is None else regrouped(x, extent.packed)
 
 
 def packs(rule: Rule, layout: Layout, x: Tensor, extent: Extent) -> bool:
     """Whether the positions of packed sequences can be told apart in a layer's tensors."""
-    if extent.segments is None:
+    if extent.packed is None:
         return True
-    T = extent.segments.shape[1]
+    T = extent.packed.length
     axes = {EXAMPLES: x.shape[1:2], SHARED: x.shape[-1:] if not x.is_floating_point() else x.shape[-2:-1]}
     return rule.rows and (layout not in axes or tuple(axes[layout]) == (T,))
 

@@ -8,7 +8,7 @@ rows moved.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -218,24 +218,30 @@ def permuted(values: T, B: int) -> T:
     )
 
 
-def regrouped(x: Tensor, segments: Tensor, examples: int) -> Tensor:
-    """Positions of packed sequences as positions of examples.
+class Packing(NamedTuple):
+    """Where the positions of examples lie in packed sequences; made by `packing`.
+
+    Attributes:
+        index: [E, L] index into the R T positions, for the positions of every example.
+        valid: [E, L] which of them the example has.
+        length: Positions T of a sequence.
+    """
+
+    index: Tensor
+    valid: Tensor
+    length: int
+
+
+def packing(segments: Tensor, examples: int) -> Packing:
+    """Read the places of all examples off their segments, once for all layers.
 
     Args:
-        x: [R, T, ...] of R sequences of T positions.
         segments: [R, T] index of the example each position belongs to, -1 for none.
         examples: Number of examples E.
 
-    Returns:
-        [E, L, ...] with L the positions of the longest example; the rest is zero.
+    >>> packing(torch.tensor([[0, 1, 1], [0, -1, -1]]), 2).index.tolist()
+    [[0, 3], [1, 2]]
     """
-    index, valid = _places(segments, examples)
-    each = x.flatten(0, 1)[index]
-    return each * valid.reshape(*valid.shape, *[1] * (each.ndim - 2)).to(each.dtype)
-
-
-def _places(segments: Tensor, examples: int) -> tuple[Tensor, Tensor]:
-    """[E, L] index into the R T positions of each example's rows, and which of them it has."""
     flat = segments.flatten()
     order = flat.argsort(stable=True)
     order = order[int((flat < 0).sum()) :]
@@ -244,4 +250,10 @@ def _places(segments: Tensor, examples: int) -> tuple[Tensor, Tensor]:
     index = order.new_zeros(examples, int(counts.max()) if len(counts) else 0)
     valid = torch.zeros_like(index, dtype=torch.bool)
     index[flat[order], column], valid[flat[order], column] = order, True
-    return index, valid
+    return Packing(index, valid, segments.shape[1])
+
+
+def regrouped(x: Tensor, packed: Packing) -> Tensor:
+    """Positions of packed sequences [R, T, ...] as those of examples [E, L, ...]; what an example lacks is zero."""
+    each = x.flatten(0, 1)[packed.index]
+    return each * packed.valid.reshape(*packed.valid.shape, *[1] * (each.ndim - 2)).to(each.dtype)

@@ -20,7 +20,7 @@ from attrax.core.source import Visit
 from attrax.frontends.apart import gradients_apart, run_apart, settle
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
-from attrax.frontends.layout import Layout, permuted, reordered
+from attrax.frontends.layout import Layout, packing, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode, check_selection, uncached
 from attrax.frontends.passes import Pass, flatten
@@ -148,7 +148,8 @@ class Live:
             return self.loss(self.model, for_loss(changed if reorder else batch, self.loss))
 
         with running(self.model, tape, self.tapped):
-            with tape.spanning(rows, flatten(batch), again, segments, B):
+            packed = None if segments is None else packing(segments, B)
+            with tape.spanning(rows, flatten(batch), again, packed):
                 losses = self.loss(self.model, for_loss(batch, self.loss))
             if check and B > 1 and segments is None:
                 tape.check_rows()

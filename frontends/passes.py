@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attrax.core import Leaf
 from attrax.frontends.assemble import Piece, components
+from attrax.frontends.layout import Packing
 
 
 @dataclass(eq=False)
@@ -44,11 +45,15 @@ class Call:
 
 
 class Extent(NamedTuple):
-    """How many rows and examples a pass has, and which example each position of packed rows belongs to."""
+    """How many rows a pass has, and the examples in them where a row is not one example."""
 
     rows: int
-    examples: int
-    segments: Tensor | None
+    packed: Packing | None
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return self.rows if self.packed is None else self.packed.index.shape[0]
 
 
 @dataclass(eq=False)
@@ -57,8 +62,7 @@ class Pass:
 
     Attributes:
         rows: Number of rows along the first axis of the inputs; None until known.
-        segments: [rows, T] example of each position, where rows hold several examples (or -1); None where a row is one.
-        examples: Number of examples B, where rows hold several; see `extent`.
+        packed: Where the examples lie, if a row is not one example.
         again: Runs the model once more on the inputs of the pass, as they are or with their rows reordered.
         inputs: Inputs of the outermost call by name, tensors detached.
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
@@ -74,8 +78,7 @@ class Pass:
     rows: int | None
     inputs: dict[str, Any]
     complete: bool
-    segments: Tensor | None = None
-    examples: int | None = None
+    packed: Packing | None = None
     again: Callable[[bool], object] | None = None
     recomputed: bool = False
     derived: bool = False
@@ -89,8 +92,7 @@ class Pass:
     @property
     def extent(self) -> Extent:
         """Its rows and examples, as far as calls need to know them."""
-        rows = self.rows or 0
-        return Extent(rows, rows if self.examples is None else self.examples, self.segments)
+        return Extent(self.rows or 0, self.packed)
 
     def group_of(self, call: Call) -> list[Call]:
         """The calls that must all arrive before `call`'s parameters are complete."""

@@ -153,7 +153,7 @@ class Placing:
     def _layouts(self, layer: Layer, run: Pass, tensors: Sequence[Tensor]) -> list[Layout | None]:
         """Where the examples lie in all tensors of a module that will be recomputed: the model is always asked."""
         keys = [numbered(layer, i) for i in range(len(tensors))]
-        if run.rows is None or run.segments is not None:
+        if run.rows is None or run.packed is not None:
             return [None for _ in tensors]
         if run.rows == 1:
             return [FLAT if x.ndim else SHARED for x in tensors]

@@ -20,7 +20,7 @@ from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.coverage import Layer
 from attrax.frontends.hooks import hook
-from attrax.frontends.layout import Layout, copied, permuted
+from attrax.frontends.layout import Layout, Packing, copied, permuted
 from attrax.frontends.parameters import Slot, buffers
 from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
 from attrax.frontends.placing import LayoutError, Placing
@@ -124,11 +124,10 @@ class Tape:
         rows: int,
         inputs: dict[str, Any],
         again: Callable[[bool], object] | None = None,
-        segments: Tensor | None = None,
-        examples: int | None = None,
+        packed: Packing | None = None,
     ) -> Iterator[Pass]:
         """One pass for everything inside the context, however often the model is called; see `Pass` for arguments."""
-        self._own = self._current = Pass(rows, inputs, True, segments, examples, again)
+        self._own = self._current = Pass(rows, inputs, True, packed, again)
         self._depth = 1
         try:
             yield self._own
