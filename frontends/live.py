@@ -22,7 +22,7 @@ from attrax.frontends.coverage import Coverage, Selection, Selector, select
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.layout import Layout, packing, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
-from attrax.frontends.modes import check_mode, check_selection, uncached
+from attrax.frontends.modes import check_mode, check_selection
 from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.progress import tracked
@@ -260,7 +260,6 @@ def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[No
         torch.enable_grad(),
         frozen(model),
         slow_attention(),
-        uncached(model),
         tape.attached(set(wanted)),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),

@@ -1,9 +1,5 @@
 """States of a model in which per-example gradients cannot be had, or not by hooks."""
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -91,17 +87,3 @@ def check_coupled(model: nn.Module) -> None:
             f"capture: '{coupled[0]}' is a BatchNorm with batch statistics: its examples depend on each other, so "
             "there is no per-example gradient. Put it in eval mode (frozen statistics)."
         )
-
-
-@contextlib.contextmanager
-def uncached(model: nn.Module) -> Iterator[None]:
-    """Hugging Face models keep no keys, values or states for generation, which a module run again would find filled."""
-    found: list[Any] = [getattr(m, "config", None) for m in model.modules()]
-    configs = {id(c): c for c in found if getattr(c, "use_cache", False)}
-    try:
-        for config in configs.values():
-            config.use_cache = False
-        yield
-    finally:
-        for config in configs.values():
-            config.use_cache = True

@@ -255,12 +255,16 @@ def test_kfac_leaves_out_what_has_no_factors(rng):
     assert ekfac(source, source).values.shape == (4, 4)
 
 
-def test_capture_notices_inputs_that_do_not_have_examples_first(rng):
-    """[T, B, D] inputs of an LSTM: its layers see T rows, which depend on each other."""
-    model = seeded(
-        lambda: Around(lambda m, x: m.out(torch.tanh(m.rnn(m.first(x))[0])), **layers(rnn=nn.LSTM(D, D)))
-    )
-    x = inputs(3, rng)["x"].transpose(0, 1)
+@pytest.mark.parametrize("mix", ["recurrent", "sum"])
+def test_capture_notices_inputs_that_do_not_have_examples_first(mix, rng):
+    """[T, B, D] inputs: layers see T rows, which depend on each other."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        return m.out(m.rnn(h)[0] if mix == "recurrent" else h.cumsum(0))
+
+    more = {"rnn": nn.LSTM(D, D)} if mix == "recurrent" else {}
+    model, x = seeded(lambda: Around(forward, **layers(**more))), inputs(3, rng)["x"].transpose(0, 1)
     refused = pytest.raises(
         RuntimeError, match=r"rows of layers \['out'\] do not move .*sequence-first inputs"
     )
