@@ -1,12 +1,13 @@
 """Everything stateful: models, training loops, files, data.  They feed sources to methods and write their results."""
 
 from attrax.frontends.capture import Capture as Capture
-from attrax.frontends.capture import StepEvent as StepEvent
 from attrax.frontends.capture import capture as capture
 from attrax.frontends.coverage import Coverage as Coverage
 from attrax.frontends.data import batches as batches
 from attrax.frontends.data import encode as encode
 from attrax.frontends.data import read_examples as read_examples
+from attrax.frontends.events import BackwardEvent as BackwardEvent
+from attrax.frontends.events import StepEvent as StepEvent
 from attrax.frontends.forward import forward_scores as forward_scores
 from attrax.frontends.functional import functional as functional
 from attrax.frontends.hardware import measure_hardware as measure_hardware

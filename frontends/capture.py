@@ -4,15 +4,16 @@
         trainer.train()
 
 The end of a step is found by itself: every backward that adds to `.grad` makes one block, blocks wait for the optimizer
-step that consumes them (its learning rate is recorded), and go to *sinks* (functions of a block).  *Callbacks* are
-functions of a `StepEvent`, called before the optimizer moves the parameters.  Training is unchanged bit for bit, and
-leaving the context leaves no trace on the model.
+step that consumes them (its learning rate is recorded), and go to *sinks* (functions of a block).  Functions of a
+`BackwardEvent` run when a backward is over and may change `.grad`; functions of a `StepEvent` run right before the
+optimizer moves the parameters.  Training is unchanged bit for bit unless one of these changes it, and leaving the
+context leaves no trace on the model.
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
+from attrax.frontends.events import BackwardEvent, StepEvent
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
@@ -35,27 +37,6 @@ from attrax.frontends.tape import Tape
 Sink = Callable[[Block], object]
 Ids = Callable[[Mapping[str, Any]], Sequence[str]]
 _PATIENCE = 64
-
-
-@dataclass(frozen=True, eq=False)
-class StepEvent:
-    """What a callback sees: the state of training right before an optimizer moves the parameters.
-
-    Attributes:
-        step: Number of steps completed so far.
-        blocks: Blocks captured for this step; none yet where the loop runs inside ``optimizer.step(closure)``.
-        learning_rate: Learning rate of the optimizer, None if the captured parameters have several.
-        model: The model.
-        optimizer: The optimizer about to step.
-        capture: The running capture (selection, transform, `paused()`).
-    """
-
-    step: int
-    blocks: tuple[Block, ...]
-    learning_rate: float | None
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    capture: "Capture"
 
 
 class Capture:
@@ -71,7 +52,8 @@ class Capture:
         model: nn.Module,
         *,
         sinks: Sequence[Sink],
-        callbacks: Sequence[Callable[[StepEvent], object]],
+        after_backward: Sequence[Callable[[BackwardEvent], object]],
+        before_step: Sequence[Callable[[StepEvent], object]],
         transform: Transform | None,
         reselect: Callable[[], Selection],
         loss: Declared | None,
@@ -82,7 +64,8 @@ class Capture:
         strict: bool,
     ) -> None:
         self.model, self.transform, self.selection = model, transform, reselect()
-        self.sinks, self.callbacks = tuple(sinks), tuple(callbacks)
+        self.sinks = tuple(sinks)
+        self.after_backward, self.before_step = tuple(after_backward), tuple(before_step)
         self.skipped: list[tuple[str, str]] = []
         self.unreached: set[str] = set()
         self._reselect, self._ids, self._on_nonfinite = reselect, ids, on_nonfinite
@@ -160,8 +143,10 @@ class Capture:
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
-            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}}
+            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
         run.found["bad"][name] = nonfinite_examples(leaf)
+        if self.after_backward:
+            run.found["whole"][name] = leaf
         if self._sums is not None:
             self._sums.add(name, leaf)
         changed = leaf if self.transform is None else self.transform(name, leaf)
@@ -196,10 +181,15 @@ class Capture:
         self._discards.remember(self._steps.parameters())
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
-        for run in runs:
-            if run.found:
-                block = Block(GradTree(run.found["leaves"]), run.found["examples"])
-                self._pending.append(self._without_nonfinite(block, run.found["bad"]))
+        found = [run.found for run in runs if run.found]
+        if self.after_backward and found:
+            blocks = tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found)
+            event = BackwardEvent(self._steps.step, blocks, self.model, self)
+            for callback in self.after_backward:
+                callback(event)
+        for x in found:
+            block = Block(GradTree(x["leaves"]), x["examples"])
+            self._pending.append(self._without_nonfinite(block, x["bad"]))
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._flush(None)
 
@@ -239,7 +229,7 @@ class Capture:
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         blocks = tuple(_with_rate(block, rate) for block in self._pending)
         event = StepEvent(self._steps.step, blocks, rate, self.model, optimizer, self)
-        for callback in self.callbacks:
+        for callback in self.before_step:
             callback(event)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -299,7 +289,8 @@ def capture(
     model: nn.Module,
     *,
     sinks: Sequence[Sink] = (),
-    callbacks: Sequence[Callable[[StepEvent], object]] = (),
+    after_backward: Sequence[Callable[[BackwardEvent], object]] = (),
+    before_step: Sequence[Callable[[StepEvent], object]] = (),
     transform: Transform | None = None,
     include: Selector | None = None,
     exclude: Selector | None = None,
@@ -318,7 +309,8 @@ def capture(
         model: The model being trained (not compiled; put the context around `torch.compile` instead).  In data parallel
             training, each process captures its own examples; names are those of the model inside the wrapper.
         sinks: Functions of a `Block`: a list's `append`, `attrax.store(path)`, your own.  Closed on exit if they can.
-        callbacks: Functions of a `StepEvent`, called right before each optimizer step; see `probe`.
+        after_backward: Functions of a `BackwardEvent`, called when a backward is over; they hold its whole gradients.
+        before_step: Functions of a `StepEvent`, called right before each optimizer step; see `probe`.
         transform: ``(name, leaf) -> leaf``, run inside the backward hooks (e.g. `attrax.projected`).
         include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
         exclude: Not these layers.
@@ -365,7 +357,8 @@ def capture(
     return Capture(
         model,
         sinks=sinks,
-        callbacks=callbacks,
+        after_backward=after_backward,
+        before_step=before_step,
         transform=transform,
         reselect=reselect,
         loss=loss,

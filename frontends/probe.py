@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from attrax.core import Block, GradTree
-from attrax.frontends.capture import Sink, StepEvent
+from attrax.frontends.capture import Sink
+from attrax.frontends.events import StepEvent
 from attrax.frontends.live import Live
 from attrax.frontends.losses import Loss, causal_lm
 

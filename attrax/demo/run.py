@@ -99,7 +99,7 @@ def record_run(
             capture = attrax.capture(
                 model,
                 sinks=[lambda block: run(block) if recorded(block.examples.step) else None],
-                callbacks=[attrax.probe(questions, asked, when=recorded)],
+                before_step=[attrax.probe(questions, asked, when=recorded)],
                 transform=attrax.projected(PROJECTION),
                 ids=lambda inputs: [names[i] for i in _contents(inputs)],
             )

@@ -264,7 +264,7 @@ def test_probing_within_a_loop_restores_modes(blocks, rng):
     model.lm.blocks.eval()
     queries: list[Block] = []
     recall = probe([documents(rng, [4])], queries.append, lm_loss)
-    recorded_blocks, _, _ = recorded(model, [documents(rng, [5, 3])] * 2, own_loss, {"callbacks": [recall]})
+    recorded_blocks, _, _ = recorded(model, [documents(rng, [5, 3])] * 2, own_loss, {"before_step": [recall]})
     assert [q.examples.step for q in queries] == [0, 1]
     assert [q.examples.fingerprint for q in queries] == [b.examples.fingerprint for b in recorded_blocks]
     assert model.training and not model.lm.blocks.training

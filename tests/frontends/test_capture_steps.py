@@ -221,7 +221,7 @@ def test_callbacks_see_the_state_before_the_step(rng):
         assert {b.examples.learning_rate for b in event.blocks} == {event.learning_rate}
         events.append((event.step, len(event.blocks), event.learning_rate, type(event.optimizer)))
 
-    with capture(model, callbacks=[look], loss="sum"):
+    with capture(model, before_step=[look], loss="sum"):
         plain(model, batches)
     assert events == [(0, 1, 0.4, SGD), (1, 1, 0.2, SGD)]
 
@@ -234,7 +234,7 @@ def test_a_callback_may_change_the_gradients(rng):
     def drop(event: StepEvent) -> None:
         event.model.zero_grad()
 
-    with capture(model, callbacks=[drop], loss="sum"):
+    with capture(model, before_step=[drop], loss="sum"):
         plain(model, [batch])
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
@@ -264,7 +264,7 @@ def test_tracin_from_stores_equals_the_formula(rng, tmp_path):
     blocks: list[Block] = []
     sides = {side: store(tmp_path / side, keep_factored=True) for side in ("train", "query")}
     recall = probe([queries], sides["query"], lm_loss)
-    with sides["query"], capture(model, sinks=[sides["train"], blocks.append], callbacks=[recall]):
+    with sides["query"], capture(model, sinks=[sides["train"], blocks.append], before_step=[recall]):
         for k, batch in enumerate(batches + batches[:1]):
             g, v = flat(one_by_one(model, batch, lm_loss)), flat(one_by_one(model, queries, lm_loss))
             count = int((batch["labels"][:, 1:] != -100).sum())
@@ -287,7 +287,7 @@ def test_a_probe_records_queries_at_the_steps_asked_for(rng):
     model, batches, query = seeded(MLP), [classes(rng) for _ in range(4)], classes(rng, 2)
     queries, blocks = [], []
     recall = probe([query], queries.append, classification(), when=lambda step: step % 2 == 1)
-    with capture(model, sinks=[blocks.append], callbacks=[recall], loss="sum"):
+    with capture(model, sinks=[blocks.append], before_step=[recall], loss="sum"):
         two_optimizers(model, batches)
     assert [q.examples.step for q in queries] == [1, 3]
     marks = {b.examples.step: b.examples.fingerprint for b in blocks}

@@ -114,7 +114,7 @@ def test_trainer(accumulate, options, tmp_path):
         sums.append(len(event.blocks))
         assert_gradients(total, {n: g[None] for n, g in grads.items()}, within=2e-5)
 
-    with capture(model, sinks=[blocks.append], callbacks=[look]) as running:
+    with capture(model, sinks=[blocks.append], before_step=[look]) as running:
         trainer(model, tmp_path, accumulate, **options).train()
     for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(p, q), f"{name}: trained otherwise"
@@ -175,7 +175,7 @@ def test_tracin_of_a_trainer_run(tmp_path):
 
     model = llama()
     query, train = (store(tmp_path / side, keep_factored=True) for side in ("query", "train"))
-    with query, capture(model, sinks=[train], callbacks=[probe([QUERIES], query, causal_lm()), dense]):
+    with query, capture(model, sinks=[train], before_step=[probe([QUERIES], query, causal_lm()), dense]):
         trainer(model, tmp_path / "run", 2).train()
     del model
     scores = tracin(open_store(tmp_path / "train"), open_store(tmp_path / "query"))

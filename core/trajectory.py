@@ -1,0 +1,93 @@
+"""Training as a sequence of values: what every optimizer step saw, and the gradients of its examples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from attrax.core.optimizers import Optimizer, State
+from attrax.core.source import Blocks, Source
+from attrax.core.tree import Block
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipping by the global norm: g = coefficient * (gradient before clipping).
+
+    Attributes:
+        coefficient: 1 where the norm was within bounds.
+        norm: Norm of the gradient before clipping, over all clipped parameters.
+    """
+
+    coefficient: float
+    norm: float
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What an optimizer sees right before it moves the parameters; mappings go by canonical parameter name.
+
+    Attributes:
+        step: Number of the step, as in `Examples.step`.
+        optimizers: Kind and hyperparameters for every parameter that moves.
+        states: Optimizer state before the step.
+        gradients: Gradients the optimizer consumes: unscaled, clipped, without coupled weight decay.  May be empty.
+        parameters: Parameters before the step.  May be empty.
+        clip: Clipping by norm, or None if it is unknown.
+    """
+
+    step: int
+    optimizers: Mapping[str, Optimizer]
+    states: Mapping[str, State] = field(repr=False)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    clip: Clip | None = None
+
+
+@runtime_checkable
+class Trajectory(Protocol):
+    """A training run: steps in order, and the gradients of the examples of each.
+
+    Gradients are as trained: c_i G_i, so that their sum over the step's examples (all micro-batches, all processes)
+    is the gradient before clipping.
+    """
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Numbers of the recorded steps, in order."""
+        ...
+
+    def step(self, number: int) -> Step:
+        """What the optimizer saw at a step."""
+        ...
+
+    def gradients(self, number: int) -> Source:
+        """Gradients of the examples of a step, as trained."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A trajectory held in memory.
+
+    >>> run = Recorded([Step(0, {}, {})], [])
+    >>> run.steps, run.step(0).step
+    ((0,), 0)
+    """
+
+    records: Sequence[Step]
+    blocks: Sequence[Block] = field(repr=False)
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """See `Trajectory.steps`."""
+        return tuple(record.step for record in self.records)
+
+    def step(self, number: int) -> Step:
+        """See `Trajectory.step`."""
+        return self.records[self.steps.index(number)]
+
+    def gradients(self, number: int) -> Source:
+        """See `Trajectory.gradients`."""
+        return Blocks([block for block in self.blocks if block.examples.step == number])
