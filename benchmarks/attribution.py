@@ -12,59 +12,21 @@ effect of never computing a weight gradient.
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from workload import SMALL, body, llama, seconds, tokens, write
 
-SHAPE = {"hidden": 384, "layers": 6, "heads": 6, "inner": 1024, "vocab": 2048}
 TRAIN, QUERY, LENGTH, BATCH = 64, 16, 256, 8
 METHODS = ("graddot", "kfac", "ekfac")
 ROUTES = (None, "factor", "materialize", "mixed", "mixed_train")
 LENGTHS = (32, 128, 256, 512, 1024)
-
-
-def model() -> torch.nn.Module:
-    """The random Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=SHAPE["vocab"],
-        hidden_size=SHAPE["hidden"],
-        num_hidden_layers=SHAPE["layers"],
-        num_attention_heads=SHAPE["heads"],
-        num_key_value_heads=SHAPE["heads"],
-        intermediate_size=SHAPE["inner"],
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
-    net = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in net.parameters():
-            if p.ndim > 1:
-                p.mul_(4.0)
-    return net
-
-
-def data(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Batches of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(4, SHAPE["vocab"], (count, LENGTH), generator=generator)
-    return [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in rows.split(BATCH)]
-
-
-def body(name: str, module: torch.nn.Module) -> bool:
-    """All linear layers but the head."""
-    return isinstance(module, torch.nn.Linear) and name != "lm_head"
 
 
 def floor(net: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> None:
@@ -88,19 +50,13 @@ def full_backward(net: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor
     net.zero_grad()
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """CPU time of one call; the wall time of one thread on an idle core."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def child(task: str) -> dict[str, Any]:
     """One process: the task between two floors, its ratio to their mean, and the peak memory of the process."""
     import attrax
 
     torch.set_num_threads(1)
-    net, train, query = model(), data(TRAIN, 1), data(QUERY, 2)
+    net = llama(SMALL)
+    train, query = tokens(TRAIN, LENGTH, BATCH, 1), tokens(QUERY, LENGTH, BATCH, 2)
     floor(net, train[:1])
     sides = {
         "train": attrax.live(net, train, include=body, verify=False),
@@ -129,7 +85,7 @@ def routing(length: int) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     x, y = (
-        factorized("w", torch.randn(8, length, SHAPE["hidden"]), torch.randn(8, length, SHAPE["inner"]))
+        factorized("w", torch.randn(8, length, SMALL["hidden"]), torch.randn(8, length, SMALL["inner"]))
         for _ in range(2)
     )
     hardware = attrax.measure_hardware()
@@ -185,21 +141,13 @@ def main() -> None:
     for length in LENGTHS:
         ablation.append(spawn(["--routing", str(length)]))
         print(ablation[-1], flush=True)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "workload": {**SHAPE, "train": TRAIN, "query": QUERY, "length": LENGTH, "batch": BATCH},
-        "summary": summary,
-        "routing": ablation,
-        "runs": runs,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(
+        options.out,
+        workload={**SMALL, "train": TRAIN, "query": QUERY, "length": LENGTH, "batch": BATCH},
+        summary=summary,
+        routing=ablation,
+        runs=runs,
+    )
 
 
 if __name__ == "__main__":

@@ -9,18 +9,14 @@ CPU seconds are compared.
 """
 
 import argparse
-import json
-import platform
 import resource
 import statistics
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from workload import seconds, write
 
 from attrax.core import gram_leaf, lookup
 
@@ -34,13 +30,6 @@ def matched(ids: Tensor, g: Tensor, other_ids: Tensor, other_g: Tensor) -> Tenso
     equal = (ids.reshape(-1, 1) == other_ids.reshape(1, -1)).to(g.dtype)
     products = g.flatten(0, 1) @ other_g.flatten(0, 1).T
     return (equal * products).reshape(B, ids.shape[1], Q, other_ids.shape[1]).sum((1, 3))
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    """CPU time of one call."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 def compare(rows: int, repeats: int) -> dict[str, Any]:
@@ -76,20 +65,12 @@ def main() -> None:
     runs = [compare(rows, options.repeats) for rows in LENGTHS]
     for run in runs:
         print(run)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "workload": {"vocabulary": VOCABULARY, "width": WIDTH, "examples": B, "repeats": options.repeats},
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "runs": runs,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(
+        options.out,
+        workload={"vocabulary": VOCABULARY, "width": WIDTH, "examples": B, "repeats": options.repeats},
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        runs=runs,
+    )
 
 
 if __name__ == "__main__":

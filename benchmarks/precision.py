@@ -14,9 +14,6 @@ eigenvalues are off, relative to themselves.
 """
 
 import argparse
-import json
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from workload import write
 
 from attrax.core import (
     GradTree,
@@ -203,21 +201,13 @@ def main() -> None:
     decompositions = [eigendecomposition(width) for width in options.eigh]
     for each in decompositions:
         print(each)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "workload": {"inputs": NI, "outputs": NO, "norm": NORM, "examples": B, "rows": list(options.lengths)},
-        "unit_roundoff": {name: torch.finfo(dtype).eps / 2 for name, dtype in NARROW.items()},
-        "errors": rows,
-        "eigh": decompositions,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(
+        options.out,
+        workload={"inputs": NI, "outputs": NO, "norm": NORM, "examples": B, "rows": list(options.lengths)},
+        unit_roundoff={name: torch.finfo(dtype).eps / 2 for name, dtype in NARROW.items()},
+        errors=rows,
+        eigh=decompositions,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from attrax.core.reduce import materialize_leaf
 from attrax.core.terms import with_bias_column
 
 MAX_DIM = 16_384
+_BLOCK = 256
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -105,7 +106,21 @@ def has_factors(name: str, leaf: Leaf) -> bool:
 
 
 def _second_moment(x: Float[Tensor, "R N"], max_dim: int) -> Tensor:
-    return x.T @ x if x.shape[1] <= max_dim else x.square().sum(0)
+    return _symmetric(x) if x.shape[1] <= max_dim else x.square().sum(0)
+
+
+def _symmetric(x: Float[Tensor, "R N"]) -> Float[Tensor, "N N"]:
+    """``x.T @ x`` by blocks, those above the diagonal copied: half of the FLOPs where N is large."""
+    width = x.shape[1]
+    if width <= _BLOCK:
+        return x.T @ x
+    half = _BLOCK * -(-width // (2 * _BLOCK))
+    left, right = x[:, :half], x[:, half:]
+    out = x.new_empty(width, width)
+    out[:half, :half], out[half:, half:] = _symmetric(left), _symmetric(right)
+    out[half:, :half] = right.T @ left
+    out[:half, half:] = out[half:, :half].T
+    return out
 
 
 def kronecker_sums(leaf: Leaf, *, dtype: torch.dtype | None = None, max_dim: int = MAX_DIM) -> KroneckerSums:

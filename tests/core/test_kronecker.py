@@ -407,3 +407,12 @@ def test_statistics_do_not_depend_on_how_examples_were_batched():
     assert total is not None
     same_sums(total, kronecker_sums(leaf))
     same_sums(kronecker_sums(concat(ragged)), kronecker_sums(leaf))
+
+
+@pytest.mark.parametrize("width", [256, 257, 300, 513, 1100])
+def test_covariances_of_wide_layers_are_summed_by_blocks(width):
+    gen = torch.Generator().manual_seed(width)
+    a, g = (torch.randn(2, 5, n, generator=gen, dtype=torch.float64) for n in (width, 3))
+    sums = kronecker_sums(factorized("w", a, g))
+    rows = a.reshape(-1, width)
+    assert torch.allclose(sums.a, rows.T @ rows, rtol=1e-12, atol=1e-12)
