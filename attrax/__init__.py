@@ -33,6 +33,7 @@ from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
 from attrax.frontends import forward_scores as forward_scores
 from attrax.frontends import functional as functional
+from attrax.frontends import gather_scores as gather_scores
 from attrax.frontends import live as live
 from attrax.frontends import load_state, save_state
 from attrax.frontends import measure_hardware as measure_hardware
@@ -40,6 +41,7 @@ from attrax.frontends import open_store as open_store
 from attrax.frontends import packed as packed
 from attrax.frontends import per_token as per_token
 from attrax.frontends import probe as probe
+from attrax.frontends import processes as processes
 from attrax.frontends import read_scores as read_scores
 from attrax.frontends import store as store
 from attrax.frontends import to_pandas as to_pandas

@@ -7,6 +7,8 @@ from attrax.frontends.coverage import Coverage as Coverage
 from attrax.frontends.data import batches as batches
 from attrax.frontends.data import encode as encode
 from attrax.frontends.data import read_examples as read_examples
+from attrax.frontends.distributed import gather_scores as gather_scores
+from attrax.frontends.distributed import processes as processes
 from attrax.frontends.forward import forward_scores as forward_scores
 from attrax.frontends.functional import functional as functional
 from attrax.frontends.hardware import measure_hardware as measure_hardware
