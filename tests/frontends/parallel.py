@@ -1,5 +1,6 @@
 """Processes that train, attribute and fail together; each writes down what it got."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import attrax
 from attrax.core import Block, GradTree, stored
 from attrax.frontends.distributed import Processes
 from attrax.frontends.fingerprints import model_fingerprint
+from attrax.frontends.sharding import is_sharded
 
 STEPS, PER_STEP, REPEATED = 20, 8, 7
 CLASSIFY = attrax.classification()
@@ -170,7 +172,7 @@ def batches(rows: list[int], size: int) -> list[dict[str, Any]]:
 
 
 def attribute(model: nn.Module) -> dict[str, Any]:
-    """Gradients, curvature and scores of this process's share, and the scores of all."""
+    """Gradients of this process's share, the curvature of all shares, and scores of all examples."""
     ranks = attrax.processes()
     data = batches(dealt(range(11)), 2)  # shares of unequal length
     train, query = attrax.live(model, data, CLASSIFY), attrax.live(model, batches([90, 91, 92], 3), CLASSIFY)
@@ -179,14 +181,15 @@ def attribute(model: nn.Module) -> dict[str, Any]:
         found = {n: w for leaf in leaves.values() for n, w in leaf.items()}
         grads |= {key: {n: w[i] for n, w in found.items()} for i, key in enumerate(known.ids)}
     curvature = attrax.fit_ekfac(train, ranks=ranks)
-    return {
-        "grads": grads,
-        "curvature": curvature,
-        "kfac": attrax.kfac(train, query, ranks=ranks),
-        "ekfac": attrax.ekfac(train, query, ranks=ranks),
-        "logra": attrax.logra(train, query, dim=3, ranks=ranks),
-        "graddot": attrax.gather_scores(attrax.graddot(train, query)),
-    }
+    found = {"influence": attrax.gather_scores(attrax.influence(curvature, train, query))}
+    if not is_sharded(model):  # in the others, nothing but the source is different
+        found |= {
+            "kfac": attrax.kfac(train, query, ranks=ranks),
+            "ekfac": attrax.ekfac(train, query, ranks=ranks),
+            "logra": attrax.logra(train, query, dim=3, ranks=ranks),
+            "graddot": attrax.gather_scores(attrax.graddot(train, query)),
+        }
+    return {"grads": grads, "curvature": curvature, "scores": found}
 
 
 def interrupted(model: nn.Module, between: Callable[[nn.Module], object]) -> dict[str, Tensor]:
@@ -263,7 +266,7 @@ def results(wrap: Callable[[nn.Module], nn.Module], folder: Path | None) -> dict
     model = wrap(seeded(Network))
     found = {
         "coverage": str(attrax.capture(model).coverage),
-        "fingerprint": model_fingerprint(model),
+        "fingerprint": model_fingerprint(model.module if isinstance(model, DistributedDataParallel) else model),
         "captured": train(model, steps(), sink("steps")),
         "plain": train(wrap(seeded(Network)), steps()),
         "sampled": train(wrap(seeded(Network)), sampled(), sink("sampled")),
@@ -283,6 +286,9 @@ def work(rank: int, folder: str, ranks: int) -> None:
     """One process."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    warnings.filterwarnings("ignore", message="live: the parameters of FullyShardedDataParallel")
+    if rank == 0:
+        torch.save(results(alone, None), f"{folder}/alone.pt")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     for kind, wrap in KINDS.items():
         torch.save(results(wrap, Path(folder) / kind), f"{folder}/{kind}{rank}.pt")
