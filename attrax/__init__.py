@@ -35,6 +35,7 @@ from attrax.frontends import classification as classification
 from attrax.frontends import decay_groups as decay_groups
 from attrax.frontends import forward_scores as forward_scores
 from attrax.frontends import functional as functional
+from attrax.frontends import gather_scores as gather_scores
 from attrax.frontends import live as live
 from attrax.frontends import load_state, save_state
 from attrax.frontends import measure_hardware as measure_hardware
@@ -43,6 +44,7 @@ from attrax.frontends import open_trajectory as open_trajectory
 from attrax.frontends import packed as packed
 from attrax.frontends import per_token as per_token
 from attrax.frontends import probe as probe
+from attrax.frontends import processes as processes
 from attrax.frontends import read_optimizer as read_optimizer
 from attrax.frontends import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends import read_scores as read_scores

@@ -7,6 +7,7 @@ parameters are never mixed.  Neither depends on Python's salted `hash`.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,7 +57,16 @@ def _bytes(x: Tensor) -> bytes:
     return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-def fingerprint(parameters: Mapping[str, Tensor], *, read: Callable[[Tensor], Tensor] = lambda x: x) -> str:
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a fingerprint knows of a tensor: its dtype, its shape and two sums of its bits, modulo 2^64."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sums: tuple[int, int]
+
+
+def fingerprint(parameters: Mapping[str, Tensor]) -> str:
     """Identify parameter values, exactly and cheaply: a hash over two exact 64-bit sums of each tensor's bits.
 
     The sums wrap modulo 2^64 and one weighs every element by its position, so any changed or moved element changes the
@@ -64,25 +74,43 @@ def fingerprint(parameters: Mapping[str, Tensor], *, read: Callable[[Tensor], Te
 
     Args:
         parameters: Tensors by name.
-        read: Makes the values of a tensor, one at a time (of one that is sharded over processes).
 
     >>> w = torch.arange(4.0)
     >>> fingerprint({"w": w}) == fingerprint({"w": w.clone()}) != fingerprint({"w": w.flip(0)})
     True
     """
+    return combined({n: Content(x.dtype, tuple(x.shape), bit_sums(x)) for n, x in parameters.items()})
+
+
+def combined(contents: Mapping[str, Content]) -> str:
+    """The fingerprint of tensors whose contents are known."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, held in sorted(parameters.items()):
-        value = read(held.detach())
-        digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
-        bits = _words(value.reshape(-1))
-        plain, weighted = 0, 0
-        for start in range(0, bits.numel(), _CHUNK):
-            chunk = bits[start : start + _CHUNK].to(torch.int64)
-            places = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
-            pair = torch.stack([chunk.sum(), (chunk * places).sum()]).tolist()
-            plain, weighted = plain + int(pair[0]), weighted + int(pair[1])
-        digest.update((plain % 2**64).to_bytes(8, "little") + (weighted % 2**64).to_bytes(8, "little"))
+    for name, known in sorted(contents.items()):
+        digest.update(f"{name}:{known.dtype}:{known.shape};".encode())
+        digest.update(b"".join((total % 2**64).to_bytes(8, "little") for total in known.sums))
     return digest.hexdigest()
+
+
+def bit_sums(x: Tensor, place: Callable[[Tensor], Tensor] = lambda index: index) -> tuple[int, int]:
+    """The sum of a tensor's bit patterns, and their sum weighed by position; those of its pieces add up to it.
+
+    Args:
+        x: A tensor, or a piece of one.
+        place: Flat positions in the whole tensor, of flat positions in the piece.
+
+    >>> x = torch.arange(6)
+    >>> left, right = bit_sums(x[:2]), bit_sums(x[2:], lambda index: index + 2)
+    >>> bit_sums(x) == (left[0] + right[0], left[1] + right[1])
+    True
+    """
+    bits = _words(x.detach().reshape(-1))
+    plain, weighted = 0, 0
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        places = place(torch.arange(start, start + chunk.numel(), device=chunk.device)) + 1
+        pair = torch.stack([chunk.sum(), (chunk * places).sum()]).tolist()
+        plain, weighted = plain + int(pair[0]), weighted + int(pair[1])
+    return plain, weighted
 
 
 def _words(x: Tensor) -> Tensor:

@@ -227,6 +227,16 @@ def eigenbasis(sums: KroneckerSums, *, dtype: torch.dtype = torch.float64) -> Ei
     return Eigenbasis(ua, tuple(u for u, _ in sides), la, tuple(v for _, v in sides), positions, sums.parts)
 
 
+def eigen_cost(sums: KroneckerSums) -> float:
+    """Cost of `eigenbasis` up to a factor: the cubes of the sides that are decomposed.
+
+    >>> from attrax.core import factorized
+    >>> eigen_cost(kronecker_sums(factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))))
+    189.0
+    """
+    return float(sum(len(side) ** 3 for side in (sums.a, *sums.g) if side.ndim == 2))
+
+
 def _times(x: Tensor, vectors: Tensor | None) -> Tensor:
     return x if vectors is None else x @ vectors.to(x.dtype)
 

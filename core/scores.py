@@ -5,6 +5,7 @@ example: the first-order *decrease of the query's loss* when the example is up-w
 Duplicates stay distinct rows until `per_example` folds them.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -167,6 +168,62 @@ class Scores:
             raise ValueError(f"aggregate: got {how!r}; expected 'sum', 'mean' or 'max'.")
         total = reductions[how](self.values, 1, keepdim=True)
         return replace(self, values=total, query_ids=(name or how,))
+
+
+def interleaved(shares: Sequence[Scores]) -> Scores:
+    """Scores of one set of examples that was dealt to several processes in turn, in the order of the set.
+
+    A sampler repeats examples to even out the processes: a row whose (id, step) another process holds is dropped.
+    What one process holds twice are two rows.
+
+    Args:
+        shares: Scores of each process, against the same queries.
+
+    Raises:
+        ValueError: If queries differ.
+
+    >>> first, second = (Scores(torch.ones(2, 1), ids, ("q",)) for ids in (("a", "c"), ("b", "a")))
+    >>> interleaved([first, second]).ids
+    ('a', 'b', 'c')
+    """
+    for rank, share in enumerate(shares):
+        if share.query_ids != shares[0].query_ids:
+            raise ValueError(
+                f"interleaved: share {rank} has scores of queries {list(share.query_ids[:3])} …, the first one of "
+                f"{list(shares[0].query_ids[:3])} …; score the same queries everywhere."
+            )
+    if len(shares) == 1:
+        return shares[0]
+    rows: list[tuple[int, int, int, int, int]] = []
+    for rank, share in enumerate(shares):
+        turns: Counter[tuple[int, int]] = Counter()
+        for row, at in enumerate(_times(share)):
+            rows.append((*at, turns[at], rank, row))
+            turns[at] += 1
+    seen: set[tuple[str, int, int]] = set()
+    repeats: Counter[tuple[int, str, int]] = Counter()
+    kept: list[tuple[int, int, int, int, int]] = []
+    for step, micro, turn, rank, row in sorted(rows):
+        example = shares[rank].ids[row]
+        key = (example, step, repeats[rank, example, step])
+        repeats[rank, example, step] += 1
+        if key not in seen:
+            seen.add(key)
+            kept.append((step, micro, turn, rank, row))
+    starts = [sum(len(share) for share in shares[:rank]) for rank in range(len(shares))]
+    return replace(
+        shares[0],
+        values=torch.cat([share.values for share in shares])[[starts[rank] + row for *_, rank, row in kept]],
+        ids=tuple(shares[rank].ids[row] for *_, rank, row in kept),
+        steps=tuple(step for step, *_ in kept),
+        micros=tuple(micro for _, micro, *_ in kept),
+    )
+
+
+def _times(share: Scores) -> list[tuple[int, int]]:
+    """Step and block of each row."""
+    zeros = (0,) * len(share)
+    return list(zip(share.steps or zeros, share.micros or zeros, strict=True))
 
 
 def scores(

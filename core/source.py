@@ -8,7 +8,9 @@ on top of it and therefore run on any source.
 A **transform** is a pure ``(name, leaf) -> leaf``; None drops the leaf.  A **reducer** is ``(state, leaf) -> state``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from attrax.core.algebra import concat, scale_examples
 from attrax.core.leaves import Leaf
+from attrax.core.ranks import ALONE, Ranks
 from attrax.core.reduce import materialize_leaf
 from attrax.core.tree import Block, Examples, GradTree, Target, concat_examples, target_scale
 
@@ -178,20 +181,21 @@ def several_passes(source: Source, operation: str) -> None:
 
 
 def fold(
-    reducer: Callable[[S | None, Leaf], S], source: Source, *, operation: str = "fold"
+    reducer: Callable[[S | None, Leaf], S], source: Source, *, operation: str = "fold", ranks: Ranks = ALONE
 ) -> tuple[dict[str, S], str, int]:
     """Reduce a source leaf by leaf: sums over examples, kept per leaf.
 
     Args:
         reducer: ``(state or None, leaf) -> state``.
-        source: Gradients at fixed parameters.
+        source: Gradients at fixed parameters; with several `ranks`, this process's share.
         operation: Name used in errors.
+        ranks: The processes whose states are added up: their tensors must be sums over examples.
 
     Returns:
-        States by leaf name, the fingerprint of the parameters, and the number of examples.
+        States by leaf name, the fingerprint of the parameters, and the number of examples, of all shares together.
 
     Raises:
-        ValueError: If the source is empty or its parameters move.
+        ValueError: If a share is empty or parameters move.
 
     >>> from attrax.core import GradTree, diagonal
     >>> grads = GradTree({"b": diagonal("b", torch.ones(2, 1, 1), torch.ones(2, 1, 3))})
@@ -201,17 +205,40 @@ def fold(
     """
     states: dict[str, S] = {}
     fingerprint: str | None = None
-    count = 0
+    ids: list[str] = []
 
     def visit(name: str, leaf: Leaf, _: Examples) -> None:
         states[name] = reducer(states.get(name), leaf)
 
     for examples, _ in source.map(visit):
         fingerprint = one_fingerprint(fingerprint, examples, operation)
-        count += len(examples)
-    if fingerprint is None or not count:
-        raise ValueError(f"{operation}: the source yielded no examples.")
-    return states, fingerprint, count
+        ids += examples.ids
+    fingerprint, count = _one_set(ranks.listed((fingerprint, ids)), operation)
+    return ranks.total(states), fingerprint, count
+
+
+def _one_set(shares: Sequence[tuple[str | None, list[str]]], operation: str) -> tuple[str, int]:
+    """The fingerprint of all shares and their number of examples; every process judges the same."""
+    for rank, (mark, ids) in enumerate(shares):
+        if not ids:
+            where = f"the source of rank {rank}" if len(shares) > 1 else "the source"
+            raise ValueError(f"{operation}: {where} yielded no examples.")
+        if mark != shares[0][0]:
+            raise ValueError(
+                f"{operation}: gradients were taken at different parameters: rank 0 has fingerprint {shares[0][0]!r}, "
+                f"rank {rank} {mark!r}. All processes must fit the same model."
+            )
+    found = Counter(i for _, ids in shares for i in set(ids))
+    repeated = [i for i, times in found.items() if times > 1]
+    if repeated:
+        warnings.warn(
+            f"{operation}: {len(repeated)} examples, e.g. '{repeated[0]}', are in the shares of several ranks and "
+            "count once for each. A DistributedSampler repeats examples to even out ranks: deal rows[rank::ranks] "
+            "instead.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return str(shares[0][0]), sum(len(ids) for _, ids in shares)
 
 
 def row_sums(

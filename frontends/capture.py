@@ -33,6 +33,7 @@ from attrax.frontends.observed import overflows
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
+from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums, several_processes
 from attrax.frontends.tape import Tape
@@ -97,6 +98,7 @@ class Capture:
             close_pass=lambda run, output: tap_loss(output, run.notes),
             unplaced=None if strict else self._leave_out,
             check=verify and not several_processes(),
+            together=is_sharded(model),
         )
 
     @property
@@ -138,6 +140,7 @@ class Capture:
     # One backward: start -> deliver (leaf by leaf) -> finish.
 
     def _open(self, run: Pass) -> None:
+        run.notes["mark"] = self._steps.mark()
         if self._sums is not None:
             run.notes["fresh"] = self._sums.fresh()
 
@@ -174,7 +177,7 @@ class Capture:
             )
         weight, tokens = self._normalization.weights(run.notes, run.inputs, rows)
         self._steps.micro += 1
-        mark = self._steps.mark()
+        mark = run.notes.get("mark") or self._steps.mark()
         return Examples(as_ids(ids), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
 
     def _content_ids(self, run: Pass) -> Sequence[str]:
@@ -299,7 +302,7 @@ class Capture:
     def _check_selection(self) -> None:
         """A parameter that became trainable after the capture began would be missing."""
         new = {
-            n for n, p in self.model.named_parameters() if p.grad is not None and p.requires_grad
+            n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad
         } - self._known
         if not new:
             return

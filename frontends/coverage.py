@@ -13,6 +13,7 @@ from typing import TypeAlias
 from torch import nn
 
 from attrax.core.factorization import RULES, Rule, find_rule
+from attrax.frontends.sharding import named, sizes, submodules
 
 Selector: TypeAlias = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -145,9 +146,10 @@ def select(
     captured: dict[str, Captured] = {}
     gaps: dict[str, Gap] = {}
     bare: list[tuple[str, str]] = []
-    names = {id(p): n for n, p in model.named_parameters()}
-    whole = _outermost(model, recompute)
-    for path, module in model.named_modules():
+    modules, parameters, entries = submodules(model), named(model), sizes(model)
+    names = {id(p): n for n, p in parameters.items()}
+    whole = _outermost(modules, recompute)
+    for path, module in modules.items():
         own = {a: p for a, p in module.named_parameters(recurse=False) if p.requires_grad}
         inside = _around(path, whole) is not None
         rule = _rule(module, path, rules) if own and not inside else None
@@ -155,11 +157,11 @@ def select(
         for attribute, p in own.items():
             name = names[id(p)]
             if left_out is not None:
-                gaps[name] = Gap(name, f"{left_out} ('{path}.{attribute}')", p.numel())
+                gaps[name] = Gap(name, f"{left_out} ('{path}.{attribute}')", entries[name])
             elif rule is not None and attribute in rule.parameters:
                 layer = ruled.get(path, Layer(path, module, rule, {}))
                 ruled[path] = replace(layer, names={**layer.names, attribute: name})
-                captured[name] = Captured(name, rule.name, p.numel())
+                captured[name] = Captured(name, rule.name, entries[name])
             else:
                 bare.append((f"{path}.{attribute}" if path else attribute, name))
     for full, name in bare:
@@ -167,23 +169,22 @@ def select(
         chosen = _around(owner, whole)
         if name in captured and chosen is None:
             continue
-        path, module = _user(model, owner) if chosen is None else (chosen, model.get_submodule(chosen))
+        path, module = _user(modules, owner) if chosen is None else (chosen, modules[chosen])
         layer = recomputed.get(path, Layer(path, module, None, {}))
         local = full[len(path) :].lstrip(".")
         recomputed[path] = replace(layer, names={**layer.names, local: name})
     for layer in recomputed.values():
         how = f"{RECOMPUTED} {type(layer.module).__name__}"
-        sizes = {n: model.get_parameter(n).numel() for n in layer.names.values()}
-        captured |= {n: Captured(n, how, size) for n, size in sizes.items()}
+        captured |= {n: Captured(n, how, entries[n]) for n in layer.names.values()}
     coverage = Coverage(tuple(c for n, c in captured.items() if n not in gaps), tuple(gaps.values()))
     _check(model, coverage, strict)
     return Selection((*ruled.values(), *recomputed.values()), coverage)
 
 
-def _outermost(model: nn.Module, recompute: Selector | None) -> list[str]:
+def _outermost(modules: Mapping[str, nn.Module], recompute: Selector | None) -> list[str]:
     """Paths of the modules to recompute that are in no other of them."""
     found: list[str] = []
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if recompute is not None and matches(recompute, path, module) and _around(path, found) is None:
             found.append(path)
     return found
@@ -228,13 +229,13 @@ PARAMETRIZED = "parametrizations"
 """Where torch keeps what the weight of the module around it is computed from."""
 
 
-def _user(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+def _user(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
     """The nearest module, at a path or around it, that is called with examples."""
     parts = path.split(".") if path else []
     parts = parts[: parts.index(PARAMETRIZED)] if PARAMETRIZED in parts else parts
-    while parts and type(model.get_submodule(".".join(parts))).__name__ in UNCALLED:
+    while parts and type(modules[".".join(parts)]).__name__ in UNCALLED:
         parts.pop()
-    return ".".join(parts), model.get_submodule(".".join(parts))
+    return ".".join(parts), modules[".".join(parts)]
 
 
 def _check(model: nn.Module, coverage: Coverage, strict: bool) -> None:

@@ -1,19 +1,25 @@
-"""The fingerprint of a model, computed anew only when its parameters or buffers were written to."""
+"""The fingerprint of a model as it moves, the same however its parameters are spread over processes.
 
+Every process reads the pieces it holds, and only if they were written to.  If parameters are sharded, two numbers a
+tensor are then added up over the processes (`attrax.frontends.distributed` lists all such exchanges): at every call of
+`Fingerprints.now`, whatever this process has seen, so that no process waits for one that has nothing to say.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from attrax.core import fingerprint
+from attrax.core.identity import Content, bit_sums, combined
+from attrax.frontends.sharding import Piece, is_flat, named, piece, pieces
+
+_WRAP = 2**64
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Fingerprint of all parameters and buffers; sharded ones are gathered, which all processes must do together."""
-    return fingerprint(dict(model.named_parameters()) | dict(model.named_buffers()), read=whole)
-
-
-def whole(x: Tensor) -> Tensor:
-    """The values of a tensor, gathered from all processes if it is sharded."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    """Fingerprint of all parameters and buffers; of a sharded model, all processes must ask together."""
+    return Fingerprints(model).now()
 
 
 class Fingerprints:
@@ -21,11 +27,15 @@ class Fingerprints:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._known: tuple[tuple[tuple[int, int], ...], str] | None = None
+        self._flat = pieces(model)
+        self._held = named(model) if is_flat(model) else None
+        self._writes: dict[str, tuple[int, int]] = {}
+        self._local: dict[str, tuple[int, int]] = {}
+        self._known: dict[str, Content] = {}
 
     def forget(self) -> None:
         """Read the values at the next call: something wrote to them uncounted (a fused optimizer does)."""
-        self._known = None
+        self._writes = {}
 
     def now(self, *, exact: bool = False) -> str:
         """The fingerprint at this moment.
@@ -33,12 +43,40 @@ class Fingerprints:
         Args:
             exact: Read the values even if torch has counted no write (writes through `.data` are not counted).
         """
-        state = (*self._model.parameters(), *self._model.buffers())
-        writes = tuple((id(x), _writes(x)) for x in state)
-        if exact or self._known is None or self._known[0] != writes:
-            self._known = (writes, model_fingerprint(self._model))
-        return self._known[1]
+        state = (named(self._model) if self._held is None else self._held) | dict(self._model.named_buffers())
+        writes = {name: (id(x), _version(x)) for name, x in state.items()}
+        parts = {name: self._flat.get(id(x)) or piece(x.detach()) for name, x in state.items()}
+        stale = [name for name in state if exact or writes[name] != self._writes.get(name)]
+        self._local = {n: self._local[n] for n in state if n not in stale} | {
+            name: bit_sums(parts[name].local, parts[name].place) for name in stale
+        }
+        self._writes = writes
+        totals = _added_up(self._local, parts)
+        self._known = {n: Content(x.dtype, parts[n].shape, totals[n]) for n, x in state.items()}
+        return combined(self._known)
+
+    def of(self, names: Collection[str]) -> str:
+        """The fingerprint of some of the tensors, as of the last call of `now`."""
+        return combined({n: content for n, content in self._known.items() if n in names})
 
 
-def _writes(x: Tensor) -> int:
+def _added_up(sums: dict[str, tuple[int, int]], parts: dict[str, Piece]) -> dict[str, tuple[int, int]]:
+    """The sums of whole tensors, from those of this process's pieces and of the others'."""
+    whole = dict(sums)
+    for groups in dict.fromkeys(part.groups for part in parts.values()):
+        names = sorted(n for n, part in parts.items() if part.groups == groups)
+        device = parts[names[0]].local.device
+        total = torch.tensor([[_signed(x) for x in sums[n]] for n in names], device=device)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        whole |= {n: (int(row[0]), int(row[1])) for n, row in zip(names, total.tolist(), strict=True)}
+    return whole
+
+
+def _signed(x: int) -> int:
+    """The number modulo 2^64 that an int64 holds."""
+    return (x + _WRAP // 2) % _WRAP - _WRAP // 2
+
+
+def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version

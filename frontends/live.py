@@ -13,21 +13,24 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from attrax.core import Examples, Leaf, materialized
 from attrax.core.factorization import RULES, Rule
 from attrax.core.source import Visit
 from attrax.frontends.apart import gradients_apart, run_apart, settle
 from attrax.frontends.coverage import Coverage, Selection, Selector, select
+from attrax.frontends.distributed import in_step
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.layout import Layout, packing, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
-from attrax.frontends.modes import check_mode, check_selection
+from attrax.frontends.modes import check_mode, check_selection, check_sharding
 from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.progress import tracked
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, nonfinite_examples, pick, with_ids
+from attrax.frontends.sharding import is_flat, is_sharded
 from attrax.frontends.tape import Tape
 
 T = TypeVar("T")
@@ -94,6 +97,9 @@ class Live:
         check_mode(self.model)
         check_selection(self.model, self.coverage)
         marks = Fingerprints(self.model)
+        if is_sharded(self.model):
+            yield from self._in_step(visit, marks)
+            return
         for batch in tracked(self.data, self.progress):
             kept = self._finite(with_ids(batch))
             if not kept["example_ids"]:
@@ -102,6 +108,15 @@ class Live:
             if self.verify and mark not in self.verified and settle(self, kept):
                 self.verified.add(mark)
             yield run_apart(self, kept, visit, mark) if self.verify else self.run(kept, visit, mark)
+
+    def _in_step(self, visit: Visit[T], marks: Fingerprints) -> Iterator[tuple[Examples, Mapping[str, T]]]:
+        """As `map`, together with the processes that hold the other pieces of the parameters."""
+        for batch, mine in in_step(tracked(self.data, self.progress)):
+            kept, mark = with_ids(batch), marks.now()
+            if mine:
+                yield self.run(kept, visit, mark)
+            else:
+                self.run(kept, lambda *_: None, mark)
 
     def run(
         self, batch: Batch, visit: Visit[T], mark: str, *, apart: bool = True
@@ -141,7 +156,14 @@ class Live:
         B, segments = len(batch["example_ids"]), batch.get("segment_ids")
         rows = B if segments is None else len(segments)
         lost: list[LayoutError] = []
-        tape = Tape(self.model, self.selection.layers, deliver, unplaced=lost.append, layouts=self.layouts)
+        tape = Tape(
+            self.model,
+            self.selection.layers,
+            deliver,
+            unplaced=lost.append,
+            layouts=self.layouts,
+            together=is_sharded(self.model),
+        )
 
         def again(reorder: bool) -> Tensor:
             changed = pick(batch, reordered(B)) if segments is None else permuted(batch, rows)
@@ -156,7 +178,7 @@ class Live:
             if lost:
                 raise LayoutError(set().union(*(e.parameters for e in lost)), str(lost[0])) from lost[0]
             _check_losses(losses, B, tape.seen)
-            tape.differentiate(losses.sum())
+            tape.differentiate(losses.sum(), everything=is_flat(self.model))
 
     def _finite(self, batch: Batch) -> Batch:
         """The batch, without examples whose loss is not finite if these are to be skipped."""
@@ -207,11 +229,15 @@ def live(
             Parameters that a layer rule gets wrong (a weight used outside its layer) or cannot place (no example axis)
             are then differentiated one example at a time, with a warning; an error if `strict`.
 
+    A model whose parameters are spread over processes (FSDP1, FSDP2) runs in all of them together, each on its own
+    data; gradients are not compared with autograd there.  FSDP1 allows no freezing: weight gradients are computed and
+    discarded, with a warning.
+
     Returns:
         The source.
 
     Raises:
-        ValueError: If no layer is selected.
+        ValueError: If no layer is selected, or an option is not possible with a sharded model.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).eval()
     >>> from attrax.frontends.losses import classification
@@ -222,6 +248,8 @@ def live(
     if on_nonfinite not in ("raise", "skip"):
         raise ValueError(f"live: on_nonfinite: got {on_nonfinite!r}; expected 'raise' or 'skip'.")
     model = getattr(model, "_orig_mod", model)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    check_sharding(model)
     selection = select(
         model, include=include, exclude=exclude, rules=rules, recompute=recompute, strict=strict
     )
@@ -229,12 +257,51 @@ def live(
     found = Live(model, data, loss or causal_lm(), selection, wanted, on_nonfinite, progress, verify, strict)
     whole = [layer for layer in selection.layers if layer.rule is None and not layer.path]
     found.apart.update({n: "a parameter of the model itself" for x in whole for n in x.names.values()})
-    return found
+    return _sharded(found) if is_sharded(model) else found
+
+
+def _sharded(source: Live) -> Live:
+    """A source whose passes all processes can make together."""
+    if source.on_nonfinite == "skip" or source.apart:
+        what = (
+            "on_nonfinite='skip'"
+            if source.on_nonfinite == "skip"
+            else f"parameters {sorted(source.apart)[:3]}"
+        )
+        raise ValueError(
+            f"live: {what} would make this process run the model without the others that hold pieces of it. Exclude "
+            "such parameters (exclude=) and use on_nonfinite='raise', or do not shard the model (DDP)."
+        )
+    if is_flat(source.model):
+        warnings.warn(
+            "live: the parameters of FullyShardedDataParallel cannot be frozen, so weight gradients are computed and "
+            "discarded. fully_shard (FSDP2) needs none.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return replace(source, verify=False)
+
+
+@contextlib.contextmanager
+def _spared(model: nn.Module) -> Iterator[None]:
+    """No `.grad` inside the context, and those from before after it."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
 
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Parameters without `requires_grad` inside the context, as they were after it."""
+    """Parameters without `requires_grad` inside the context, as they were after it; FSDP1's only get back `.grad`."""
+    if is_flat(model):
+        with _spared(model):
+            yield
+        return
     trainable = [p for p in model.parameters() if p.requires_grad]
     try:
         for p in trainable:

@@ -4,6 +4,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from attrax.frontends.coverage import Coverage
+from attrax.frontends.sharding import canonical, named
 
 
 def check_mode(model: nn.Module) -> None:
@@ -27,7 +28,7 @@ def check_selection(model: nn.Module, coverage: Coverage) -> None:
     Raises:
         ValueError: Naming the new parameters.
     """
-    new = {n for n, p in model.named_parameters() if p.requires_grad} - coverage.known
+    new = {n for n, p in named(model).items() if p.requires_grad} - coverage.known
     if new:
         raise ValueError(
             f"live: {len(new)} parameters became trainable, or part of the model, after the source was made, e.g. "
@@ -62,16 +63,18 @@ def check_compiled(model: nn.Module) -> None:
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Refuse the older sharding, whose modules hold pieces of a flat parameter.
+    """Refuse sharding that hides the model's own parameters.
 
     Raises:
         ValueError: Naming the module.
     """
-    flat = [n or "the model" for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
+    units = [(n, m) for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
+    flat = [canonical(n) or "the model" for n, m in units if not m._use_orig_params]
     if flat:
         raise ValueError(
-            f"capture: {flat[0]} is wrapped in FullyShardedDataParallel, whose parameters are pieces of a flat one. "
-            "Shard with torch.distributed.fsdp.fully_shard (FSDP2) instead."
+            f"capture: {flat[0]} is wrapped in FullyShardedDataParallel with use_orig_params=False: it has one flat "
+            "parameter in the place of its own. Wrap with use_orig_params=True, or shard with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)."
         )
 
 

@@ -6,7 +6,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -67,11 +67,14 @@ def replaced(values: Mapping[Slot, Tensor]) -> Iterator[None]:
     >>> isinstance(layer.weight, nn.Parameter)
     True
     """
-    before = {(module, name): module._parameters[name] for module, name in values}
+    held: dict[Slot, dict[str, Any]] = {
+        (m, n): m._parameters if n in m._parameters else m.__dict__ for m, n in values
+    }
+    before = {(module, name): where[name] for (module, name), where in held.items()}
     try:
         for (module, name), value in values.items():
-            module._parameters[name] = value  # type: ignore[assignment]
+            held[module, name][name] = value
         yield
     finally:
         for (module, name), p in before.items():
-            module._parameters[name] = p
+            held[module, name][name] = p

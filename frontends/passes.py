@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attrax.core import Leaf
 from attrax.frontends.assemble import Piece, components
 from attrax.frontends.layout import Packing
+from attrax.frontends.sharding import unwrapped
 
 
 @dataclass(eq=False)
@@ -156,7 +157,8 @@ def bind(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     >>> list(bind(layer, (torch.ones(1, 2),), {})), list(bind(layer, (), {"input": torch.ones(1, 2)}))
     (['input'], ['input'])
     """
-    code = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    forward = type(unwrapped(module)).forward
+    code = getattr(forward, "__wrapped__", forward)
     names = (
         list(code.__code__.co_varnames[1 : code.__code__.co_argcount]) if hasattr(code, "__code__") else []
     )

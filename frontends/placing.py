@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attrax.frontends.asking import Asking, numbered
 from attrax.frontends.coverage import Layer
+from attrax.frontends.distributed import least, most
 from attrax.frontends.forms import Form, packs, recompute_form, recompute_tensors, rule_form, rule_inputs
 from attrax.frontends.layout import EXAMPLES, FLAT, POSITIONS, SHARED, Layout, is_plain, moved
 from attrax.frontends.passes import Pass, flatten, has_axis
@@ -47,6 +48,18 @@ class Placing:
     ) -> None:
         self.asking = Asking(model, known, aside)
         self._plain: dict[str, set[str]] = {}
+        self._doubts = True
+
+    def ask_together(self, run: Pass) -> None:
+        """Ask the model in all processes or in none, before the pass runs: it is not asked later in this pass.
+
+        It is asked at the first pass, and where a process was in doubt since, if all of them have two examples or more.
+        """
+        again, run.again = run.again, None
+        several = least(run.rows or 0) > 1
+        if most(int(self._doubts)) and several:
+            run.again, self._doubts = again, False
+            self.asking.ask(run)
 
     def check(self, run: Pass) -> None:
         """Ask the model, if it was not asked yet, whether layers with an axis as long as the batch have examples there.
@@ -130,6 +143,10 @@ class Placing:
             )
         return form
 
+    def _ask(self, run: Pass) -> None:
+        self._doubts = True
+        self.asking.ask(run)
+
     def _layout(self, layer: Layer, run: Pass, first: Tensor, output: Tensor) -> Layout | None:
         """Where the examples lie in a call; the model is asked where shapes leave a doubt."""
         B = run.rows
@@ -141,7 +158,7 @@ class Placing:
             self._plain |= {layer.path: set(layer.names.values())} if B > 1 else {}
             return EXAMPLES if in_order(first, B) else None
         if B > 1 and layer.path not in self.asking.known:
-            self.asking.ask(run)
+            self._ask(run)
         layout = moved(x, x, 1) if B == 1 else self.asking.found(layer.path)
         features = layout is POSITIONS and x.is_floating_point() and x.ndim == 2
         if features or layout not in (None, SHARED) and not in_order(first, B):
@@ -158,7 +175,7 @@ class Placing:
         if run.rows == 1:
             return [FLAT if x.ndim else SHARED for x in tensors]
         if any(key not in self.asking.known for key in keys):
-            self.asking.ask(run)
+            self._ask(run)
         return [self.asking.found(key) for key in keys]
 
 

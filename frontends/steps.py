@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from attrax.core import fingerprint
-from attrax.frontends.fingerprints import Fingerprints, whole
+from attrax.frontends.fingerprints import Fingerprints
+from attrax.frontends.sharding import named
 
 
 class Steps:
@@ -24,7 +24,7 @@ class Steps:
 
     def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
         self.step, self.micro = 0, 0
-        self._captured = {n: p for n, p in model.named_parameters() if n in set(wanted)}
+        self._captured = {n: p for n, p in named(model).items() if n in set(wanted)}
         self._marks = Fingerprints(model)
         self._movers: dict[int, dict[str, float]] = {}
         self._seen = False
@@ -79,7 +79,7 @@ class Steps:
         """Whether the parameters have moved since the last backward without any optimizer."""
         if self._seen:
             return False
-        before, self._place = self._place, fingerprint(self.parameters(), read=whole)
+        before, self._place = self._place, self._marks.of(self.parameters())
         return before is not None and before != self._place
 
     def mark(self) -> str:

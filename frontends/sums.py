@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attrax.core import GradTree, Leaf, aggregate, stored
 from attrax.core.leaves import covers, dtype_of
+from attrax.frontends.sharding import named
 from attrax.frontends.verify import distance, mismatches, raise_on
 
 
@@ -18,7 +19,7 @@ class GradientSums:
 
     def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
         names = set(wanted)
-        self._waiting = {n: p for n, p in model.named_parameters() if n in names}
+        self._waiting = {n: p for n, p in named(model).items() if n in names}
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 

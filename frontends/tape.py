@@ -43,6 +43,7 @@ class Tape:
         unplaced: Called with the error where a layer's examples cannot be told apart; it is left out if that returns.
         layouts: Where the examples lie in the layers that were asked, by path; filled as models run.
         check: Whether to check once that rows of layers are examples.
+        together: Whether forward passes of the model wait for other processes: its parameters are spread over them.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Tape:
     unplaced: Callable[[LayoutError], None] | None = None
     layouts: dict[str, Layout] = field(default_factory=dict)
     check: bool = False
+    together: bool = False
 
     def __post_init__(self) -> None:
         self.listening = False
@@ -91,7 +93,8 @@ class Tape:
         try:
             for module in self.model.modules():
                 enter = hook(module, self._enter)
-                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                first = {"prepend": self.together}  # before sharding gathers the parameters
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, **first))
             for layer in self.layers:
                 ready = hook(layer.module, partial(self._ready, layer))
                 self._handles.append(layer.module.register_forward_pre_hook(ready, with_kwargs=True))
@@ -129,6 +132,8 @@ class Tape:
         """One pass for everything inside the context, however often the model is called; see `Pass` for arguments."""
         self._own = self._current = Pass(rows, inputs, True, packed, again)
         self._depth = 1
+        if self.together:
+            self._placing.ask_together(self._own)
         try:
             yield self._own
         finally:
@@ -143,11 +148,11 @@ class Tape:
         assert self._own is not None
         self._placing.check(self._own)
 
-    def differentiate(self, total: Tensor) -> None:
-        """Backward of the pass of `spanning`, leaf by leaf; no parameter's `.grad` is touched."""
+    def differentiate(self, total: Tensor, *, everything: bool = False) -> None:
+        """Backward of the pass of `spanning`, leaf by leaf; parameters' `.grad` too if `everything` is."""
         run = self._own
         assert run is not None
-        inputs = None if run.silent else list(run.anchors.values())
+        inputs = None if run.silent or everything else list(run.anchors.values())
         self._running = [run]
         torch.autograd.backward(total, inputs=inputs)
         self._finished()
@@ -182,6 +187,8 @@ class Tape:
         if not run.recomputed and run.rows:
             run.again = partial(_again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
+            if self.together:
+                self._placing.ask_together(run)
             self.open_pass(run)
         return run
 
@@ -270,7 +277,7 @@ class Tape:
         if self._own is not None:
             return
         own = {a: getattr(*owner(module, a)) for a in self._names[layer.key]}
-        trained = {a: p for a, p in own.items() if isinstance(p, nn.Parameter) and p.requires_grad}
+        trained = {a: p for a, p in own.items() if isinstance(p, Tensor) and p.requires_grad}
         self._accumulators[layer.key] = {
             a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()
         }

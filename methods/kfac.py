@@ -45,10 +45,12 @@ from attrax.core import (
     targeted,
     transformed,
 )
-from attrax.core.kronecker import MAX_DIM, Spectrum, update
+from attrax.core.kronecker import MAX_DIM, Spectrum, eigen_cost, update
 from attrax.core.lowrank import has_rank
 from attrax.core.products import sq_norms_leaf
 from attrax.core.pytree import register_value
+from attrax.core.ranks import ALONE, Ranks
+from attrax.core.scores import interleaved
 from attrax.core.source import one_fingerprint, resampled, several_passes
 from attrax.methods.pairwise import pairwise
 
@@ -108,6 +110,7 @@ def fit_kfac(
     projection: Projection | Subspace | None = None,
     max_dim: int = MAX_DIM,
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Curvature:
     """Fit K-FAC: covariances of layer inputs and output gradients, decomposed.
 
@@ -120,6 +123,8 @@ def fit_kfac(
         projection: Two-sided projection through which factors are seen (LoGRA-style curvature).
         max_dim: A side wider than this keeps only its diagonal.
         seed: Seed of the sampled labels.
+        ranks: The processes that fit together (`attrax.processes()`), each on a share of the examples: their sums are
+            added up, and each decomposes some of the layers.  All of them get the same curvature, bit for bit.
 
     Returns:
         The curvature.
@@ -135,7 +140,7 @@ def fit_kfac(
     torch.Size([3, 2])
     """
     bases, fingerprint, count = _fit_bases(
-        train, fisher, target, scope, projection, max_dim, seed, "fit_kfac"
+        train, fisher, target, scope, projection, max_dim, seed, "fit_kfac", ranks
     )
     values = {name: kfac_eigenvalues(basis) for name, basis in bases.items()}
     return Curvature(bases, values, "kfac", fisher, target, fingerprint, count, projection)
@@ -150,17 +155,18 @@ def _fit_bases(
     max_dim: int,
     seed: int,
     operation: str,
+    ranks: Ranks,
 ) -> tuple[dict[str, Eigenbasis], str, int]:
     source = _fit_source(train, fisher, target, seed, operation)
     rows = transformed(source, _view(scope, projection, keep_rows=True))
     sums, fingerprint, count = fold(
-        lambda state, leaf: update(state, leaf, max_dim=max_dim), rows, operation=operation
+        lambda state, leaf: update(state, leaf, max_dim=max_dim), rows, operation=operation, ranks=ranks
     )
     if not sums:
         raise ValueError(
             f"{operation}: no leaf is in scope. Pass scope=, or capture linear-type layers factored (not compacted)."
         )
-    return {name: eigenbasis(state) for name, state in sums.items()}, fingerprint, count
+    return ranks.dealt(eigenbasis, sums, eigen_cost), fingerprint, count
 
 
 def fit_ekfac(
@@ -172,6 +178,7 @@ def fit_ekfac(
     projection: Projection | Subspace | None = None,
     max_dim: int = MAX_DIM,
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Curvature:
     """Fit EK-FAC: the K-FAC eigenbasis, then the exact second moments of the gradients in it (a second pass).
 
@@ -187,7 +194,7 @@ def fit_ekfac(
     """
     several_passes(train, "fit_ekfac")
     bases, fingerprint, count = _fit_bases(
-        train, fisher, target, scope, projection, max_dim, seed, "fit_ekfac"
+        train, fisher, target, scope, projection, max_dim, seed, "fit_ekfac", ranks
     )
     source = _fit_source(train, fisher, target, seed, "fit_ekfac")
 
@@ -203,7 +210,7 @@ def fit_ekfac(
 
     for examples, _ in view.map(visit):
         one_fingerprint(fingerprint, examples, "fit_ekfac")
-    values = {name: ekfac_eigenvalues(total) for name, total in totals.items()}
+    values = {name: ekfac_eigenvalues(total) for name, total in ranks.total(totals).items()}
     return Curvature(bases, values, "ekfac", fisher, target, fingerprint, count, projection)
 
 
@@ -334,11 +341,15 @@ def kfac(
     query_rank: int | None = None,
     seed: int = 0,
     hardware: Hardware = CPU,
+    ranks: Ranks = ALONE,
 ) -> Scores:
-    """K-FAC influence in one call: `fit_kfac`, then `influence`; arguments as there."""
+    """K-FAC influence in one call: `fit_kfac`, then `influence`; arguments as there, `ranks` as in `ekfac`."""
     several_passes(train, "kfac")
-    curvature = fit_kfac(train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed)
-    return influence(curvature, train, query, damping=damping, query_rank=query_rank, hardware=hardware)
+    curvature = fit_kfac(
+        train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed, ranks=ranks
+    )
+    own = influence(curvature, train, query, damping=damping, query_rank=query_rank, hardware=hardware)
+    return interleaved(ranks.listed(own))
 
 
 def ekfac(
@@ -353,8 +364,13 @@ def ekfac(
     query_rank: int | None = None,
     seed: int = 0,
     hardware: Hardware = CPU,
+    ranks: Ranks = ALONE,
 ) -> Scores:
     """EK-FAC influence in one call: `fit_ekfac`, then `influence`; arguments as there.
+
+    On several processes, ``ekfac(train, query, ranks=attrax.processes())``: `train` is the process's share, e.g. of
+    rows[rank::ranks], `query` the same everywhere.  Each process fits on its share and scores it, and all of them
+    return the scores of all examples, in the order of the data.
 
     >>> import torch
     >>> from attrax.core import Block, Blocks, Examples, GradTree, factorized
@@ -363,5 +379,8 @@ def ekfac(
     >>> ekfac(source, source).about["method"]
     'ekfac'
     """
-    curvature = fit_ekfac(train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed)
-    return influence(curvature, train, query, damping=damping, query_rank=query_rank, hardware=hardware)
+    curvature = fit_ekfac(
+        train, fisher=fisher, target=target, scope=scope, projection=projection, seed=seed, ranks=ranks
+    )
+    own = influence(curvature, train, query, damping=damping, query_rank=query_rank, hardware=hardware)
+    return interleaved(ranks.listed(own))

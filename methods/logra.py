@@ -34,6 +34,8 @@ from attrax.core import (
     transformed,
 )
 from attrax.core.algebra import wide
+from attrax.core.ranks import ALONE, Ranks
+from attrax.core.scores import interleaved
 from attrax.core.source import one_fingerprint, several_passes
 from attrax.methods.kfac import Scope
 from attrax.methods.pairwise import pairwise
@@ -65,7 +67,12 @@ def _blocks(leaf: Leaf) -> list[Tensor]:
 
 
 def fit_logra(
-    train: Source, *, projection: Projection | Subspace, target: Target = "sum", scope: Scope = is_linear
+    train: Source,
+    *,
+    projection: Projection | Subspace,
+    target: Target = "sum",
+    scope: Scope = is_linear,
+    ranks: Ranks = ALONE,
 ) -> ProjectedFisher:
     """Accumulate F per layer in one pass.
 
@@ -74,6 +81,7 @@ def fit_logra(
         projection: Two-sided projection, random or to a fitted subspace (PCA-initialised LoGRA).
         target: Loss convention.
         scope: Which leaves take part.
+        ranks: The processes that fit together (`attrax.processes()`), each on a share of the examples.
 
     Returns:
         The Fisher blocks.
@@ -93,7 +101,8 @@ def fit_logra(
         return new if state is None else tuple(u + v for u, v in zip(state, new, strict=True))
 
     view = _view(projection, scope)
-    sums, fingerprint, count = fold(add, transformed(targeted(train, target), view), operation="fit_logra")
+    rows = transformed(targeted(train, target), view)
+    sums, fingerprint, count = fold(add, rows, operation="fit_logra", ranks=ranks)
     if not sums:
         raise ValueError("fit_logra: no leaf is in scope. Pass scope=, or capture linear-type layers.")
     fisher = {name: tuple(x / count for x in blocks) for name, blocks in sums.items()}
@@ -193,8 +202,11 @@ def logra(
     target: Target = "sum",
     scope: Scope = is_linear,
     hardware: Hardware = CPU,
+    ranks: Ranks = ALONE,
 ) -> Scores:
     """LoGRA influence in one call: Rademacher two-sided projection to `dim` x `dim`, `fit_logra`, `score_logra`.
+
+    On several processes (`ranks`), each fits on its share of the examples and scores it, as in `ekfac`.
 
     >>> from attrax.core import Block, Blocks, Examples, GradTree, factorized
     >>> grads = GradTree({"w": factorized("w", torch.randn(8, 1, 5), torch.randn(8, 1, 6))})
@@ -203,5 +215,7 @@ def logra(
     torch.Size([8, 8])
     """
     several_passes(train, "logra")
-    fit = fit_logra(train, projection=Projection(dim, seed=seed), target=target, scope=scope)
-    return score_logra(fit, train, query, damping=damping, scope=scope, hardware=hardware)
+    fit = fit_logra(train, projection=Projection(dim, seed=seed), target=target, scope=scope, ranks=ranks)
+    return interleaved(
+        ranks.listed(score_logra(fit, train, query, damping=damping, scope=scope, hardware=hardware))
+    )

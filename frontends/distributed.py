@@ -1,0 +1,199 @@
+"""Work shared by the processes of torch.distributed: sums over them, layers dealt out to them, scores gathered.
+
+Everything that processes exchange on behalf of attrax is in this file and in `attrax.frontends.fingerprints`.  All
+processes of a job must reach these points, in the same order:
+
+    capture, live    of a model whose parameters are spread over processes (FSDP1, FSDP2), and of no other one, at every
+                     outermost call of it with gradients on: is the model to be asked where examples lie (2 numbers:
+                     `least`, `most`), and the fingerprint (2 numbers a tensor).  Under FSDP such a call waits for the
+                     other processes anyway.  Nothing is exchanged in backward, at optimizer steps or on leaving.
+    live             of such a model: does any process have a batch left (`in_step`), at every batch.
+    fits             with ``ranks=processes()``: once after each pass over the data.
+    gather_scores    once.
+
+Errors that one process finds in what was exchanged are raised by all of them.  If one fails on its own or dies, the
+others get torch's error at their next exchange: at once with gloo, after the process group's timeout with NCCL.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attrax.core import Scores
+from attrax.core.pytree import tree_map
+from attrax.core.ranks import ALONE, Ranks
+from attrax.core.scores import interleaved
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def processes(group: dist.ProcessGroup | None = None) -> Ranks:
+    """The processes of this job, for methods that take ``ranks=``; one process if torch.distributed is not in use.
+
+    Args:
+        group: Those that hold different examples, if not all of them do.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return Processes(group) if several else ALONE
+
+
+def gather_scores(scores: Scores, group: dist.ProcessGroup | None = None) -> Scores:
+    """The scores of all processes' examples, in the order of the data, each example once; the same on all of them.
+
+    Args:
+        scores: Scores of this process's share, rows[rank::ranks] of the data, against the same queries everywhere.
+            For shares of another kind, `Scores.in_order` sorts the result.
+        group: Those that hold different examples, if not all of them do.
+
+    Returns:
+        The scores, on the host.  A row whose (id, step) another process holds as well is there once.
+
+    Raises:
+        ValueError: If queries differ.
+    """
+    return interleaved(processes(group).listed(scores))
+
+
+def deal(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
+    """Which process gets which task: the dearest first, to the one that has least to do.
+
+    >>> deal({"a": 3.0, "b": 2.0, "c": 2.0}, 2)
+    {'a': 0, 'b': 1, 'c': 1}
+    """
+    load = [0.0] * ranks
+    owner: dict[str, int] = {}
+    for name in sorted(costs, key=lambda n: (-costs[n], n)):
+        owner[name] = min(range(ranks), key=lambda r: load[r])
+        load[owner[name]] += costs[name]
+    return owner
+
+
+@dataclass(frozen=True, eq=False)
+class Processes:
+    """Processes of torch.distributed as `attrax.core.ranks.Ranks`; made by `processes`."""
+
+    group: dist.ProcessGroup | None = None
+
+    def listed(self, value: T) -> list[T]:
+        """See `Ranks.listed`; tensors arrive on the host."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, _on_host(value), self.group)
+        return found
+
+    def total(self, states: Mapping[str, S]) -> dict[str, S]:
+        """See `Ranks.total`.
+
+        Raises:
+            ValueError: If processes hold states of different shapes under one name.
+        """
+        device = exchange_device(self.group)
+        shares = self.listed(_tensors(_outline, dict(states)))
+        outlines = {name: outline for share in reversed(shares) for name, outline in share.items()}
+        wrong = [n for share in shares for n, outline in share.items() if repr(outline) != repr(outlines[n])]
+        if wrong:
+            raise ValueError(
+                f"total: layer '{wrong[0]}': processes hold statistics of different shapes. Fit the same model, scope "
+                "and projection everywhere."
+            )
+
+        def add_up(x: Tensor) -> Tensor:
+            sum_of_all = x.detach().to(device, copy=True).contiguous()
+            dist.all_reduce(sum_of_all, group=self.group)
+            return sum_of_all.to(x.device)
+
+        zeros = {
+            n: _tensors(lambda x: torch.zeros_like(x, device=device), outlines[n]) for n in sorted(outlines)
+        }
+        return {n: _tensors(add_up, states.get(n, zero)) for n, zero in zeros.items()}
+
+    def dealt(
+        self, function: Callable[[S], T], tasks: Mapping[str, S], cost: Callable[[S], float]
+    ) -> dict[str, T]:
+        """See `Ranks.dealt`; an error of one process is raised by all."""
+        owner = deal({name: cost(task) for name, task in tasks.items()}, dist.get_world_size(self.group))
+        rank, device = dist.get_rank(self.group), exchange_device(self.group)
+        made: dict[str, T] = {}
+        failed: Exception | None = None
+        try:
+            made = {name: function(task) for name, task in tasks.items() if owner[name] == rank}
+        except Exception as error:
+            failed = error
+        shares = self.listed((failed, _tensors(_outline, made)))
+        for error, _ in shares:
+            if error is not None:
+                raise error
+        found: dict[str, T] = {}
+        for name in tasks:
+            source = owner[name] if self.group is None else dist.get_global_rank(self.group, owner[name])
+
+            def send(x: Tensor, source: int = source) -> Tensor:
+                sent = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
+                sent = sent.contiguous()
+                dist.broadcast(sent, source, group=self.group)
+                return sent
+
+            found[name] = _tensors(send, made.get(name, shares[owner[name]][1].get(name)))
+        return found
+
+
+def _tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A value with a function of each of its tensors in their place."""
+    return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Scores):
+        return replace(value, values=value.values.detach().cpu())
+    return _tensors(lambda x: x if x.is_meta else x.detach().cpu(), value)
+
+
+def _outline(x: Tensor) -> Tensor:
+    """A tensor without values."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def least(value: int) -> int:
+    """The smallest of all processes' values."""
+    return _agreed(value, dist.ReduceOp.MIN)
+
+
+def most(value: int) -> int:
+    """The largest of all processes' values."""
+    return _agreed(value, dist.ReduceOp.MAX)
+
+
+def _agreed(value: int, how: dist.ReduceOp.RedOpType) -> int:
+    held = torch.tensor(value, device=exchange_device())
+    dist.all_reduce(held, how)
+    return int(held)
+
+
+def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """The batches of this process; while others have more, its last one again, marked False.
+
+    Raises:
+        ValueError: If a process has none at all.
+    """
+    coming = iter(batches)
+    batch = next(coming, None)
+    if not least(int(batch is not None)):
+        raise ValueError(
+            "live: a process has no batch, but its share of the parameters is needed. Deal it one."
+        )
+    again, mine = batch, True
+    while most(int(mine)):
+        assert again is not None
+        yield again, mine
+        batch = next(coming, None) if mine else None
+        again, mine = (again, False) if batch is None else (batch, True)
+
+
+def exchange_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors have to be for the processes to exchange them."""
+    on_device = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
