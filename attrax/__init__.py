@@ -31,6 +31,7 @@ from attrax.core import transformed as transformed
 from attrax.frontends import capture as capture
 from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
+from attrax.frontends import documents as documents
 from attrax.frontends import forward_scores as forward_scores
 from attrax.frontends import functional as functional
 from attrax.frontends import live as live
@@ -41,8 +42,11 @@ from attrax.frontends import packed as packed
 from attrax.frontends import per_token as per_token
 from attrax.frontends import probe as probe
 from attrax.frontends import read_scores as read_scores
+from attrax.frontends import stacked as stacked
 from attrax.frontends import store as store
 from attrax.frontends import to_pandas as to_pandas
+from attrax.frontends import trainer_callback as trainer_callback
+from attrax.frontends import trainer_options as trainer_options
 from attrax.frontends import write_scores as write_scores
 from attrax.methods import Curvature as Curvature
 from attrax.methods import average_ranks as average_ranks

@@ -14,6 +14,8 @@ from attrax.frontends.hardware import measure_hardware as measure_hardware
 from attrax.frontends.live import live as live
 from attrax.frontends.losses import causal_lm as causal_lm
 from attrax.frontends.losses import classification as classification
+from attrax.frontends.owners import documents as documents
+from attrax.frontends.owners import stacked as stacked
 from attrax.frontends.packing import packed as packed
 from attrax.frontends.per_token import per_token as per_token
 from attrax.frontends.probe import probe as probe
@@ -25,3 +27,5 @@ from attrax.frontends.store import store as store
 from attrax.frontends.tables import read_scores as read_scores
 from attrax.frontends.tables import to_pandas as to_pandas
 from attrax.frontends.tables import write_scores as write_scores
+from attrax.frontends.trainers import trainer_callback as trainer_callback
+from attrax.frontends.trainers import trainer_options as trainer_options
