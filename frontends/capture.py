@@ -133,7 +133,7 @@ class Capture:
     # One backward: start -> deliver (leaf by leaf) -> finish.
 
     def _open(self, run: Pass) -> None:
-        if self._sums is not None and not run.recomputed:
+        if self._sums is not None:
             run.notes["fresh"] = self._sums.fresh()
         if self._owners is not None and run.rows:
             run.owners = checked(self._owners(run.inputs, run.rows), run.rows)
@@ -150,6 +150,11 @@ class Capture:
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
+            if run.recomputed and self._owners is not None:
+                raise RuntimeError(
+                    "capture: examples= was given, but the model as a whole runs under reentrant activation "
+                    "checkpointing. Use checkpoint(..., use_reentrant=False)."
+                )
             run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
         if run.owners is not None and run.packed is None:
             leaf = together(leaf, places(run.owners))

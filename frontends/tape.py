@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.coverage import Layer
-from attrax.frontends.forms import rule_form
+from attrax.frontends.forms import cached, rule_form
 from attrax.frontends.fused import fused_heads, in_rows, logit_gradients
 from attrax.frontends.hooks import hook
 from attrax.frontends.layout import EXAMPLES, Layout, Packing, copied, permuted
@@ -182,9 +182,9 @@ class Tape:
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
-        if not run.recomputed and run.rows:
+        if not run.recomputed and run.rows and not cached(args, kwargs):
             run.again = partial(_again, module, args, kwargs, run.rows)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not run.recomputed:
             self.open_pass(run)
         return run
 
