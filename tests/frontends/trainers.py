@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attrax.core import Block
-from attrax.frontends import StepEvent, capture
+from attrax.frontends import BackwardEvent, capture
 from attrax.frontends.capture import Capture
 
 from .oracle import assert_gradients, block_gradients
@@ -106,7 +106,7 @@ class Check:
         within: Largest error, relative to the largest entry of a parameter's gradient.
         every: Which steps to check.
         blocks: Blocks seen.
-        worst: Largest error seen.
+        checked: Number of examples compared.
     """
 
     twin: nn.Module
@@ -134,11 +134,14 @@ class Check:
         finally:
             handle.remove()
 
-    def step(self, event: StepEvent) -> None:
-        """Compare the first and the last example of every block."""
+    def backward(self, event: BackwardEvent) -> None:
+        """Compare the first and the last example of every block, at the parameters of the backward."""
         calls, self.calls = self.calls, []
-        if event.step % self.every:
-            return
+        if event.step % self.every == 0:
+            with torch.enable_grad():
+                self._compare(event, calls)
+
+    def _compare(self, event: BackwardEvent, calls: list[dict[str, Any]]) -> None:
         assert len(calls) == len(event.blocks) > 0
         twin = self.twin
         twin.load_state_dict(event.model.state_dict())
@@ -178,11 +181,11 @@ def trained_alike(
     start, _ = train(alone)
     start()
     start, known = train(model)
+    known = {**known, "sinks": [held.blocks.append]}
+    known["after_backward"] = [*known.get("after_backward", ()), held.backward]
     with (
         held.listening(model),
-        capture(
-            model, sinks=[held.blocks.append], before_step=[held.step], **{**known, **options}
-        ) as running,
+        capture(model, **{**known, **options}) as running,
     ):
         start()
     for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
