@@ -169,6 +169,7 @@ class Opened:
     """A capture that callbacks open and close; closed as well when it is no longer used, and at the end of Python."""
 
     def __init__(self, options: Options) -> None:
+        self.running = False
         self._options, self._stack = options, contextlib.ExitStack()
         weakref.finalize(self, self._stack.close)
 
@@ -176,9 +177,11 @@ class Opened:
         """Open a capture, after closing the one of a training that did not end."""
         self.close()
         self._stack.enter_context(capture(model, **{**(known or {}), **self._options}))
+        self.running = True
 
     def close(self) -> None:
         """Close it, if it is open."""
+        self.running = False
         self._stack.close()
 
 
@@ -250,8 +253,9 @@ def _olmo(opened: Opened) -> Any:
     class Capturing(Callback):
         """Opens a capture when training begins."""
 
-        def pre_train(self) -> None:
-            opened.open(self.trainer.train_module.model, {"loss": olmo_loss})
+        def pre_epoch(self) -> None:  # not before: a mock batch is run before the first epoch
+            if not opened.running:
+                opened.open(self.trainer.train_module.model, {"loss": olmo_loss})
 
         def post_train(self) -> None:
             opened.close()
