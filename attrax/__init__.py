@@ -33,6 +33,7 @@ from attrax.frontends import capture as capture
 from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
 from attrax.frontends import decay_groups as decay_groups
+from attrax.frontends import documents as documents
 from attrax.frontends import forward_scores as forward_scores
 from attrax.frontends import functional as functional
 from attrax.frontends import gather_scores as gather_scores
@@ -50,8 +51,11 @@ from attrax.frontends import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends import read_scores as read_scores
 from attrax.frontends import record as record
 from attrax.frontends import restore as restore
+from attrax.frontends import stacked as stacked
 from attrax.frontends import store as store
 from attrax.frontends import to_pandas as to_pandas
+from attrax.frontends import trainer_callback as trainer_callback
+from attrax.frontends import trainer_options as trainer_options
 from attrax.frontends import write_scores as write_scores
 from attrax.methods import Curvature as Curvature
 from attrax.methods import average_ranks as average_ranks

@@ -21,6 +21,8 @@ from attrax.frontends.optimizers import decay_groups as decay_groups
 from attrax.frontends.optimizers import read_optimizer as read_optimizer
 from attrax.frontends.optimizers import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends.optimizers import restore as restore
+from attrax.frontends.owners import documents as documents
+from attrax.frontends.owners import stacked as stacked
 from attrax.frontends.packing import packed as packed
 from attrax.frontends.per_token import per_token as per_token
 from attrax.frontends.probe import probe as probe
@@ -32,5 +34,7 @@ from attrax.frontends.store import store as store
 from attrax.frontends.tables import read_scores as read_scores
 from attrax.frontends.tables import to_pandas as to_pandas
 from attrax.frontends.tables import write_scores as write_scores
+from attrax.frontends.trainers import trainer_callback as trainer_callback
+from attrax.frontends.trainers import trainer_options as trainer_options
 from attrax.frontends.trajectory import open_trajectory as open_trajectory
 from attrax.frontends.trajectory import record as record

@@ -84,16 +84,21 @@ def _named(name: str, piece: Piece, attribute: str) -> Leaf:
 
 def _join(name: str, found: Sequence[tuple[Piece, str]]) -> Leaf:
     """One leaf from all uses of a parameter."""
-    leaves = [_named(name, piece, attribute) for piece, attribute in found]
+    return joined([_named(name, piece, attribute) for piece, attribute in found])
+
+
+def joined(leaves: Sequence[Leaf]) -> Leaf:
+    """One leaf from the leaves of several uses of the same parameters by the same examples."""
     if len({isinstance(x, Factorized) and x.parts[0].transposed for x in leaves}) > 1:
         leaves = [swap_roles(x) if isinstance(x, Factorized) and x.parts[0].transposed else x for x in leaves]
     if len({type(x) for x in leaves}) > 1:
         leaves = [_as_matrix(x) if isinstance(x, Materialized) else x for x in leaves]
     kinds: dict[type, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
-        kinds[type(leaf)].append(leaf)
-    joined = [concat_rows(same) for same in kinds.values()]
-    return joined[0] if len(joined) == 1 else Sum(tuple(joined), joined[0].parts)
+        for use in leaf.uses if isinstance(leaf, Sum) else (leaf,):
+            kinds[type(use)].append(use)
+    uses = [concat_rows(same) for same in kinds.values()]
+    return uses[0] if len(uses) == 1 else Sum(tuple(uses), uses[0].parts)
 
 
 def _as_matrix(leaf: Materialized) -> Materialized:

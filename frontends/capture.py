@@ -26,10 +26,12 @@ from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
 from attrax.frontends.events import BackwardEvent, StepEvent
+from attrax.frontends.merging import merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.observed import overflows
+from attrax.frontends.owners import Owners, checked, count, owned_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
@@ -65,6 +67,7 @@ class Capture:
         loss: Declared | None,
         scaler: torch.amp.GradScaler | None,
         ids: Ids | None,
+        owners: Owners | None,
         on_nonfinite: Literal["skip", "raise"],
         verify: bool,
         strict: bool,
@@ -78,7 +81,8 @@ class Capture:
         self.after_backward, self.before_step = tuple(after_backward), tuple(before_step)
         self.skipped: list[tuple[str, str]] = []
         self.unreached: set[str] = set()
-        self._reselect, self._ids, self._on_nonfinite = reselect, ids, on_nonfinite
+        self._reselect, self._on_nonfinite = reselect, on_nonfinite
+        self._ids, self._owners = ids, owners
         self._normalization = Normalization(loss, scaler)
         self._wanted = {c.parameter for c in self.coverage.captured}
         self._known = self.coverage.known
@@ -143,6 +147,9 @@ class Capture:
         run.notes["mark"] = self._steps.mark()
         if self._sums is not None:
             run.notes["fresh"] = self._sums.fresh()
+        if self._owners is not None and run.rows:
+            run.owners = checked(self._owners(run.inputs, run.rows), run.rows)
+            run.packed = places(run.owners) if run.owners.ndim == 2 else None
 
     def _start(self) -> None:
         self._begun = True
@@ -156,8 +163,15 @@ class Capture:
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
+            if run.recomputed and self._owners is not None:
+                raise RuntimeError(
+                    "capture: examples= was given, but the model as a whole runs under reentrant activation "
+                    "checkpointing. Use checkpoint(..., use_reentrant=False)."
+                )
             run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
             run.found["directions"] = self.directions
+        if run.owners is not None and run.packed is None:
+            leaf = together(leaf, places(run.owners))
         run.found["bad"][name] = nonfinite_examples(leaf)
         if self.after_backward:
             run.found["whole"][name] = leaf
@@ -169,13 +183,13 @@ class Capture:
             run.found["leaves"][name] = changed
 
     def _examples(self, run: Pass) -> Examples:
-        rows = run.rows or 0
+        number = run.rows or 0 if run.owners is None else count(run.owners)
         ids = self._ids(run.inputs) if self._ids else self._content_ids(run)
-        if len(ids) != rows:
+        if len(ids) != number:
             raise ValueError(
-                f"capture: got {len(ids)} ids for a batch of {rows} examples; ids= gives one an example."
+                f"capture: got {len(ids)} ids for a batch of {number} examples; ids= gives one an example."
             )
-        weight, tokens = self._normalization.weights(run.notes, run.inputs, rows)
+        weight, tokens = self._normalization.weights(run.notes, run.inputs, number, run.owners)
         self._steps.micro += 1
         mark = run.notes.get("mark") or self._steps.mark()
         return Examples(as_ids(ids), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
@@ -189,14 +203,15 @@ class Capture:
                 f"capture: the inputs of the call that opened this forward pass {why}, so their content does not "
                 "identify examples. Pass ids=, a function of the inputs that returns one id an example."
             )
-        return content_ids(named, mask=tensors.get("attention_mask"))
+        mask = tensors.get("attention_mask")
+        return content_ids(named, mask=mask) if run.owners is None else owned_ids(named, mask, run.owners)
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
         self._discards.remember(self._steps.parameters())
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
-        found = [run.found for run in runs if run.found]
+        found = merged([run.found for run in runs if run.found])
         if self.after_backward and found:
             blocks = tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found)
             event = BackwardEvent(self._steps.step, blocks, self.model, self)
@@ -333,6 +348,7 @@ def capture(
     loss: Declared | None = None,
     scaler: torch.amp.GradScaler | None = None,
     ids: Ids | None = None,
+    examples: Owners | None = None,
     strict: bool = False,
     on_nonfinite: Literal["skip", "raise"] = "skip",
     verify: bool = True,
@@ -354,12 +370,15 @@ def capture(
         recompute: Modules to run once more in backward and differentiate as a whole (selected like `include`), where
             layers inside do not show what their parameters do: weights used past their layer, tables of positions.
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
-            ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
+            ``(inputs, examples) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
             and divides it (gradient accumulation) passes the function, its scale in c.
         scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  Also
             needed to record the clipping of a `trajectory` under loss scaling.
-        ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.
+        ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.  Calls of the model
+            in one backward whose ids agree, all of them in order, are of the same examples: one block, gradients added.
+        examples: ``(inputs, rows) -> example of each row`` [rows] or of each position [rows, positions], -1 for none,
+            where a row is not one example: `stacked` (preference pairs), `documents` (rows without padding).
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
@@ -406,6 +425,7 @@ def capture(
         loss=loss,
         scaler=scaler,
         ids=ids,
+        owners=examples,
         on_nonfinite=on_nonfinite,
         verify=verify,
         strict=strict,

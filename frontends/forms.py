@@ -140,5 +140,14 @@ def recompute_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], output: An
 
 def stateless(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments without caches for generation, which the call has filled: training passes them empty."""
-    kept = [None if type(x).__name__.endswith("Cache") else x for x in (*args, *kwargs.values())]
+    kept = [None if _is_cache(x) else x for x in (*args, *kwargs.values())]
     return tuple(kept[: len(args)]), dict(zip(kwargs, kept[len(args) :], strict=True))
+
+
+def cached(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is a step of generation: it adds to a cache, so it cannot be made again."""
+    return any(_is_cache(x) for x in (*args, *kwargs.values()))
+
+
+def _is_cache(x: object) -> bool:
+    return type(x).__name__.endswith("Cache")

@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from attrax.frontends.fused import in_rows
 from attrax.frontends.losses import IGNORE, shifted, token_losses
+from attrax.frontends.owners import counted
 
 Declared: TypeAlias = (
     Literal["sum", "token_mean", "example_mean"]
@@ -92,20 +94,30 @@ class Normalization:
         self._kind: Kind | None = None
         self._detected = False
 
-    def weights(self, notes: dict[str, Any], inputs: Mapping[str, Any], rows: int) -> Weights:
-        """Loss weights c [B] and counts n [B] of a pass whose backward has begun; None where unknown."""
+    def weights(
+        self, notes: dict[str, Any], inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
+    ) -> Weights:
+        """Loss weights c [B] and counts n [B] of a pass whose backward has begun; None where unknown.
+
+        Args:
+            notes: What the taps of the pass have seen.
+            inputs: Inputs of the model by name.
+            examples: Number of examples B.
+            owners: The example of every row or position, where a row is not one example.
+        """
         if not self._detected and "logits" in notes:
             self._kind, self._detected = detect(notes, inputs), True
         notes.pop("logits", None)
         if self._declared in ("sum", "example_mean") and self._kind is not None and "scale" in notes:
             self._refuse_mean(inputs["labels"])
         if self._declared is not None:
-            c, n = declared_weights(self._declared, notes, inputs, rows, self._kind or "causal")
-            outside = self._scaler is not None and "scale" not in notes and not callable(self._declared)
+            c, n = declared_weights(self._declared, notes, inputs, examples, self._kind or "causal", owners)
+            seen = "scale" in notes or "log_probs" in notes
+            outside = self._scaler is not None and not seen and not callable(self._declared)
             return (c * self._scaler.get_scale(), n) if outside and c is not None and self._scaler else (c, n)
         if "scale" not in notes or self._kind is None or "outside" in notes:
             return None, None
-        return own_weights(notes["scale"], inputs, self._kind)
+        return own_weights(notes["scale"], inputs, self._kind, owners)
 
     def _refuse_mean(self, labels: Tensor) -> None:
         if self._declared == "sum" or labels.ndim == 2:
@@ -149,16 +161,22 @@ def _denominator(inputs: Mapping[str, Any], own: Tensor) -> Tensor:
     return count.double().cpu().clamp_min(1)
 
 
-def own_weights(scale: Tensor, inputs: Mapping[str, Any], kind: Kind) -> Weights:
+def own_weights(
+    scale: Tensor, inputs: Mapping[str, Any], kind: Kind, owners: Tensor | None = None
+) -> Weights:
     """Weights and counts of a model's own mean loss: ``c_i = arriving gradient / number of loss terms``."""
-    targets = _targets(inputs["labels"], kind)
-    tokens = (targets != IGNORE).reshape(targets.shape[0], -1).sum(1).cpu()
+    tokens = counted(_targets(inputs["labels"], kind) != IGNORE, owners)
     c = scale.double().cpu() / _denominator(inputs, tokens.sum())
     return c.expand(len(tokens)).clone(), tokens
 
 
 def declared_weights(
-    declared: Declared, notes: Mapping[str, Any], inputs: Mapping[str, Any], rows: int, kind: Kind
+    declared: Declared,
+    notes: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    examples: int,
+    kind: Kind,
+    owners: Tensor | None = None,
 ) -> Weights:
     """Weights c and counts n for a declared loss.
 
@@ -166,25 +184,43 @@ def declared_weights(
         ValueError: If a token mean is declared but no labels were seen, or a function returns other than B weights.
     """
     if callable(declared):
-        c, n = declared(inputs, rows)
-        if c.shape != (rows,) or (n is not None and n.shape != (rows,)):
+        c, n = declared(inputs, examples)
+        if c.shape != (examples,) or (n is not None and n.shape != (examples,)):
             raise ValueError(
-                f"capture: loss= returned weights of shape {tuple(c.shape)} for {rows} examples."
+                f"capture: loss= returned weights of shape {tuple(c.shape)} for {examples} examples."
             )
         return c, n
     scale = notes["scale"].double().cpu() if "scale" in notes else torch.ones((), dtype=torch.float64)
-    ones = torch.ones(rows, dtype=torch.float64) * scale
+    ones = torch.ones(examples, dtype=torch.float64) * scale
+    if declared == "token_mean" and "log_probs" in notes:
+        g, mask = notes["log_probs"]
+        return _fused_weights(g, mask, owners)
     labels = inputs.get("labels")
     tokens: Tensor | None = None
     if isinstance(labels, Tensor) and labels.ndim in (1, 2) and not labels.is_floating_point():
-        tokens = (_targets(labels, kind) != IGNORE).reshape(rows, -1).sum(1).cpu()
+        tokens = counted(_targets(labels, kind) != IGNORE, owners)
     if declared == "sum":
         return ones, tokens
     if declared == "example_mean":
-        return ones / max(1, rows), tokens
+        return ones / max(1, examples), tokens
     if tokens is None:
         raise ValueError(
             "capture: loss='token_mean' needs the labels, but the model was not called with labels=. "
-            "Pass loss= a function (inputs, rows) -> (c, n)."
+            "Pass loss= a function (inputs, examples) -> (c, n)."
         )
     return ones / _denominator(inputs, tokens.sum()), tokens
+
+
+def _fused_weights(g: Tensor, mask: Tensor, owners: Tensor | None) -> Weights:
+    """Weights read off the gradient that arrives at the log-probabilities of labels: each token's is -c."""
+    labeled = torch.cat([mask, torch.zeros_like(mask[:, :1])], 1)
+    arrived = -in_rows(g.detach(), mask)[labeled].double()
+    c = arrived[0].cpu() if len(arrived) else torch.zeros((), dtype=torch.float64)
+    if len(arrived) and not bool(torch.isclose(arrived, arrived[0], rtol=1e-4, atol=0.0).all()):
+        raise ValueError(
+            "capture: loss='token_mean' was declared, but tokens of one batch carry different weights "
+            f"({float(arrived.min()):.3g} to {float(arrived.max()):.3g}). Leave loss= out, or pass a function "
+            "(inputs, examples) -> (c, n)."
+        )
+    tokens = counted(labeled, owners)
+    return c.expand(len(tokens)).clone(), tokens

@@ -64,6 +64,7 @@ class Pass:
     Attributes:
         rows: Number of rows along the first axis of the inputs; None until known.
         packed: Where the examples lie, if a row is not one example.
+        owners: The example of every row or position, if a row is not one example and the front-end was told.
         again: Runs the model once more on the inputs of the pass, as they are or with their rows reordered.
         inputs: Inputs of the outermost call by name, tensors detached.
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
@@ -80,6 +81,7 @@ class Pass:
     inputs: dict[str, Any]
     complete: bool
     packed: Packing | None = None
+    owners: Tensor | None = None
     again: Callable[[bool], object] | None = None
     recomputed: bool = False
     derived: bool = False

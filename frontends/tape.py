@@ -7,7 +7,8 @@ penalties, Hessian products) delivers nothing.  A live source runs its own backw
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ from torch.autograd.function import FunctionCtx
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.coverage import Layer
+from attrax.frontends.forms import cached, rule_form
+from attrax.frontends.fused import fused_heads, in_rows, logit_gradients
 from attrax.frontends.hooks import hook
-from attrax.frontends.layout import Layout, Packing, copied, permuted
+from attrax.frontends.layout import EXAMPLES, Layout, Packing, copied, permuted
 from attrax.frontends.parameters import Slot, buffers
 from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
 from attrax.frontends.placing import LayoutError, Placing
@@ -130,7 +133,7 @@ class Tape:
         packed: Packing | None = None,
     ) -> Iterator[Pass]:
         """One pass for everything inside the context, however often the model is called; see `Pass` for arguments."""
-        self._own = self._current = Pass(rows, inputs, True, packed, again)
+        self._own = self._current = Pass(rows, inputs, True, packed, again=again)
         self._depth = 1
         if self.together:
             self._placing.ask_together(self._own)
@@ -184,7 +187,7 @@ class Tape:
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
-        if not run.recomputed and run.rows:
+        if not run.recomputed and run.rows and not cached(args, kwargs):
             run.again = partial(_again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
             if self.together:
@@ -206,7 +209,10 @@ class Tape:
         run.again = None
         if run in self._running or not torch.is_grad_enabled():
             return None
-        output = self.close_pass(run, output) if run.calls and run.complete else output
+        if run.calls and run.complete:
+            for node in fused_heads(output):
+                self._tap_fused(run, node, output["label_mask"])
+            output = self.close_pass(run, output)
         return tree_map(partial(self._marked, run), output) if run.silent else output
 
     def _marked(self, run: Pass, x: Any) -> Any:
@@ -252,6 +258,38 @@ class Tape:
         anchor = run.anchor(form.outputs[0].device) if self._own is not None else None
         outputs = Tap.apply(call, run, self, anchor, len(form.saved), *form.saved, *form.outputs)
         return with_tapped(output, outputs)
+
+    def _tap_fused(self, run: Pass, node: Any, mask: Tensor) -> None:
+        """Listen to an output head that was fused with the loss, as if it had been called."""
+        layer = next((x for x in self.layers if x.module is self._head and x.rule is not None), None)
+        if layer is None or layer.rule is None:
+            return
+        parents = [parent for parent, _ in node.next_functions[1:3]]
+        accumulators = {a: p for a, p in zip(("weight", "bias"), parents, strict=True) if p is not None}
+        names = {
+            a: n for a, n in self._names[layer.key].items() if a in accumulators and n not in self._dropped
+        }
+        if not names:
+            return
+        self.seen.add(layer.path)
+        hidden = in_rows(node.saved_tensors[0].detach(), mask)
+        ruled = rule_form(layer.rule, layer.module, (hidden,), hidden, EXAMPLES, run.extent).leaves
+        how = dict(node.kernel_args)
+
+        def leaves(saved: Sequence[Tensor], grads: Sequence[Tensor]) -> Mapping[str, Leaf]:
+            return ruled([in_rows(saved[0], mask)], [in_rows(logit_gradients(how, saved, grads), mask)])
+
+        call = Call(layer.path, len(run.calls), names, accumulators, leaves, head=True)
+        run.add(call)
+        known = weakref.ref(node)
+
+        def arrive(grads: Sequence[Tensor]) -> None:
+            ctx = known()
+            assert ctx is not None
+            run.notes["log_probs"] = (grads[0], mask)
+            self.arrive(run, call, ctx, grads)
+
+        node.register_prehook(arrive)
 
     def _moment(self, layer: Layer) -> Moment:
         """What a module's call depended on, as far as the call changed it."""

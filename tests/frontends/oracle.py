@@ -50,14 +50,14 @@ def block_gradients(block: Block) -> dict[str, Tensor]:
 
 
 def assert_gradients(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float = 1e-10
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float = 1e-10, zero: float = 1e-14
 ) -> None:
     """The same parameters, each within a share of the largest entry of the right answer.
 
-    A gradient that is zero up to rounding (of the bias of attention keys) is held to a share of the largest of all.
+    A gradient that is zero up to rounding (of the bias of attention keys) is held to a share, `zero`, of the largest.
     """
     assert set(actual) == set(expected), set(actual) ^ set(expected)
-    floor = 1e-14 * max(float(right.abs().max()) for right in expected.values())
+    floor = zero * max(float(right.abs().max()) for right in expected.values())
     for name, right in expected.items():
         assert actual[name].shape == right.shape, f"{name}: {tuple(actual[name].shape)}"
         scale, error = float(right.abs().max()), float((actual[name] - right).abs().max())

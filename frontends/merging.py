@@ -1,0 +1,86 @@
+"""Several forward passes of one backward that are of the same examples: one block, in which gradients add up.
+
+Two towers, two views of an input, a model called on a question and on its answer: each call is a pass of its own, and
+an example's gradient is the sum over all of them.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from attrax.core import Examples, Leaf
+from attrax.core.leaves import covers
+from attrax.frontends.assemble import joined
+
+Found = dict[str, Any]
+_KINDS = ("leaves", "whole")
+
+
+def merged(found: Sequence[Found]) -> list[Found]:
+    """What the passes of one backward have found, those of the same ids as one.
+
+    Args:
+        found: For each pass: ``examples``, and by leaf name ``leaves`` (transformed), ``whole`` (not) and ``bad``
+            (Boolean [B], examples that are not finite).
+    """
+    same: dict[tuple[str, ...], list[Found]] = defaultdict(list)
+    for x in found:
+        same[x["examples"].ids].append(x)
+    return [x for passes in same.values() for x in _one(passes)]
+
+
+def _one(passes: list[Found]) -> list[Found]:
+    if len(passes) == 1:
+        return passes
+    if not all(_joinable([x[kind] for x in passes]) for kind in _KINDS):
+        warnings.warn(
+            "capture: two calls of the model in one backward are of the same examples but their layers do not share "
+            "inputs in the same way, so their gradients stay in separate blocks.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return passes
+    bad: dict[str, Tensor] = {}
+    for x in passes:
+        bad |= {name: bad[name] | flags if name in bad else flags for name, flags in x["bad"].items()}
+    leaves, whole = ({n: joined(xs) for n, xs in _by_name([x[k] for x in passes]).items()} for k in _KINDS)
+    return [
+        passes[0]
+        | {
+            "examples": _examples([x["examples"] for x in passes]),
+            "leaves": leaves,
+            "whole": whole,
+            "bad": bad,
+        }
+    ]
+
+
+def _by_name(parts: Sequence[Mapping[str, Leaf]]) -> dict[str, list[Leaf]]:
+    found: dict[str, list[Leaf]] = defaultdict(list)
+    for leaves in parts:
+        for name, leaf in leaves.items():
+            found[name].append(leaf)
+    return found
+
+
+def _joinable(parts: Sequence[Mapping[str, Leaf]]) -> bool:
+    """Whether leaves of the same name are of the same parameters, and all others of different ones."""
+    groups = _by_name(parts)
+    parameters = [name for leaves in groups.values() for name in covers(leaves[0])]
+    alike = all(leaf.parts == leaves[0].parts for leaves in groups.values() for leaf in leaves)
+    return alike and len(set(parameters)) == len(parameters)
+
+
+def _examples(parts: Sequence[Examples]) -> Examples:
+    """Counts add up; a weight is known if it is the same in all passes."""
+    weights, counts = [x.weight for x in parts], [x.tokens for x in parts]
+    first = weights[0]
+    alike = first is not None and all(
+        w is not None and bool(w.allclose(first, rtol=1e-6, atol=0.0)) for w in weights
+    )
+    total = None if any(n is None for n in counts) else sum(n for n in counts if n is not None)
+    return replace(parts[0], weight=first if alike else None, tokens=total)

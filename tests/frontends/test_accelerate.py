@@ -1,0 +1,51 @@
+"""A loop with accelerate inside a capture."""
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from .loops import known
+from .trainers import Check, label_losses, llama, texts, tokenizer, trained_alike
+
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
+
+
+def data() -> DataLoader:
+    made = tokenizer()(texts(), padding="max_length", truncation=True, max_length=40, return_tensors="pt")
+    rows = [
+        {"input_ids": a, "attention_mask": m}
+        for a, m in zip(made["input_ids"], made["attention_mask"], strict=True)
+    ]
+    return DataLoader(rows, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))  # pyright: ignore
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_accelerate(accumulate):
+    """The model returns the mean over its own micro-batch, which accelerate divides by the steps it accumulates."""
+
+    def train(model: Any) -> Any:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        made, optimizer, batches = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), 1e-2), data()
+        )
+
+        def start() -> None:
+            for _ in range(4):
+                for batch in batches:
+                    with accelerator.accumulate(made):
+                        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+                        accelerator.backward(made(**batch, labels=labels).loss)
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        return start, {}
+
+    check, running = trained_alike(llama, train, lambda model: Check(llama(), label_losses))
+    assert running.coverage.share == 1 and len(check.blocks) == 24
+    assert [b.examples.step for b in check.blocks] == [k // accumulate for k in range(24)]
+    for block in check.blocks:
+        c, n = known(block)
+        assert c.tolist() == pytest.approx([1 / (accumulate * int(n.sum()))] * 4)

@@ -1,0 +1,221 @@
+"""Unmodified trainers of TRL inside a capture."""
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from attrax.core import Block
+from attrax.frontends import documents, trainer_options
+from attrax.frontends.trainers import Samples
+
+from .loops import known
+from .trainers import Check, label_losses, llama, texts, tokenizer, trained_alike
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "report_to": [],
+    "use_cpu": True,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "max_steps": 20,
+}
+
+
+def completions() -> Dataset:
+    return Dataset.from_dict({"prompt": [x[:8] for x in texts()], "completion": [x[8:] for x in texts()]})
+
+
+def sft(model: Any, path: Any, **options: Any) -> Any:
+    arguments = SFTConfig(str(path), **{**COMMON, "max_length": 64, "bf16": False, **options})
+    return SFTTrainer(model=model, args=arguments, train_dataset=completions(), processing_class=tokenizer())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_steps": 8},
+        {"gradient_checkpointing": False, "max_steps": 4},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "max_steps": 4},
+    ],
+    ids=["defaults", "accumulating", "no checkpointing", "reentrant"],
+)
+def test_sft(options, tmp_path):
+    """The head is fused with the loss, and activations are checkpointed by default."""
+
+    def train(model: Any) -> Any:
+        trainer = sft(model, tmp_path, **options)
+        return trainer.train, trainer_options(trainer)
+
+    check, running = trained_alike(llama, train, lambda model: Check(llama(), label_losses))
+    assert running.coverage.share == 1
+    assert_token_means(check.blocks)
+
+
+def assert_token_means(blocks: list[Block]) -> None:
+    """Each token of a step weighs as one over all of them."""
+    for step in {b.examples.step for b in blocks}:
+        found = [known(b) for b in blocks if b.examples.step == step]
+        total = sum(int(n.sum()) for _, n in found)
+        assert all(c.tolist() == pytest.approx([1 / total] * len(c)) for c, _ in found)
+
+
+def test_sft_in_bfloat16(tmp_path):
+    """TRL's own default, also on a CPU: factors have eight bits, sums do not."""
+
+    def train(model: Any) -> Any:
+        trainer = sft(model, tmp_path, bf16=True, max_steps=5)
+        return trainer.train, trainer_options(trainer)
+
+    def loss(model: Any, row: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return label_losses(model, row)
+
+    check, _ = trained_alike(llama, train, lambda model: Check(llama(), loss, within=0.04))
+    assert_token_means(check.blocks)
+
+
+def one_document(inputs: Any, i: int) -> dict[str, Any]:
+    """Document i of a row without padding, and no label on its first token."""
+    here = documents(inputs, 1)[0] == i
+    return {k: inputs[k][:, here] for k in ("input_ids", "labels")}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 80}],
+    ids=["padding-free", "packing"],
+)
+def test_sft_without_padding(options, tmp_path):
+    """Rows hold several documents, each of which is an example."""
+
+    def train(model: Any) -> Any:
+        trainer = sft(model, tmp_path, max_steps=4, **options)
+        return trainer.train, trainer_options(trainer)
+
+    check, _ = trained_alike(
+        llama, train, lambda model: Check(llama(), label_losses, one_document, within=2e-6)
+    )
+    assert any(len(b.examples) > 2 for b in check.blocks)
+    assert_token_means(check.blocks)
+
+
+def test_sft_of_adapters(tmp_path):
+    def train(model: Any) -> Any:
+        trainer = sft(model, tmp_path, max_steps=4)
+        return trainer.train, trainer_options(trainer)
+
+    check, running = trained_alike(lora, train, lambda model: Check(lora(), label_losses))
+    assert running.coverage.share == 1
+    assert_token_means(check.blocks)
+
+
+def lora() -> Any:
+    """A Llama whose adapters are not zero, as after some training."""
+    model: Any = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def pairs() -> Dataset:
+    rows = {"prompt": [x[:8] for x in texts()], "chosen": [x[8:20] for x in texts()]}
+    return Dataset.from_dict({**rows, "rejected": [x[8:26][::-1] for x in texts()]})
+
+
+def dpo(model: Any, path: Any, **options: Any) -> Any:
+    arguments = DPOConfig(str(path), max_length=64, **{**COMMON, "bf16": False, **options})
+    reference = copy.deepcopy(model)
+    return DPOTrainer(
+        model=model, ref_model=reference, args=arguments, train_dataset=pairs(), processing_class=tokenizer()
+    )
+
+
+def one_pair(inputs: Any, i: int) -> dict[str, Any]:
+    half = len(inputs["input_ids"]) // 2
+    return {k: v[[i, i + half]] for k, v in inputs.items() if isinstance(v, Tensor) and v.ndim == 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_steps": 7}], ids=["1", "2"])
+def test_dpo(options, tmp_path):
+    """An example is a pair; the reference model runs within the step. Six batches of four pairs an epoch."""
+    reference = llama()
+
+    def loss(model: Any, rows: Any) -> Tensor:
+        each = [{k: v[i : i + 1] for k, v in rows.items()} for i in (0, 1)]
+        likely = [-label_losses(m, x) for m in (model, reference) for x in each]
+        return -F.logsigmoid(0.1 * (likely[0] - likely[1] - likely[2] + likely[3]))
+
+    def train(model: Any) -> Any:
+        trainer = dpo(model, tmp_path, **options)
+        return trainer.train, trainer_options(trainer)
+
+    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss, one_pair, within=2e-6))
+    assert running.coverage.share == 1
+    for block in check.blocks:
+        c, n = known(block)
+        of_step = [b for b in check.blocks if b.examples.step == block.examples.step]
+        assert (
+            len(c) == 4
+            and c.tolist() == pytest.approx([1 / (4 * len(of_step))] * 4)
+            and n.tolist() == [1] * 4
+        )
+    assert len({i for b in check.blocks for i in b.examples.ids}) == 24
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(c in "aeiou" for c in x) / 8 for x in completions]
+
+
+def grpo(model: Any, path: Any, **options: Any) -> Any:
+    sizes = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0, "bf16": False, "max_steps": 6}
+    arguments = GRPOConfig(str(path), use_vllm=False, **{**COMMON, **sizes, **options})
+    prompts = Dataset.from_dict({"prompt": [x[:8] for x in texts()]})
+    return GRPOTrainer(
+        model=model, reward_funcs=reward, args=arguments, train_dataset=prompts, processing_class=tokenizer()
+    )
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_grpo(kind, tmp_path):
+    """Samples are generated within the step; a table beside the gradients says what each was worth."""
+    made: list[Samples] = []
+
+    def train(model: Any) -> Any:
+        steps = {"max_steps": 20} if kind == "dapo" else {"max_steps": 4, "gradient_accumulation_steps": 2}
+        trainer = grpo(model, tmp_path, loss_type=kind, **steps)
+        made.append(Samples(trainer))
+        return trainer.train, {**trainer_options(trainer), "after_backward": made[-1:]}
+
+    def loss(model: Any, row: Any) -> Tensor:
+        worth = next(s["advantage"] for s in made[-1].rows[::-1] if same(s, row))
+        return worth * label_losses(model, row)
+
+    def same(sample: Any, row: Any) -> bool:
+        real = row["input_ids"][row["attention_mask"].bool()].tolist()
+        return real == sample["prompt_ids"] + sample["completion_ids"]
+
+    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss, within=2e-6))
+    assert running.coverage.share == 1
+    rows = made[-1].rows
+    assert [s["id"] for s in rows] == [i for b in check.blocks for i in b.examples.ids]
+    assert len({round(s["advantage"], 3) for s in rows}) > 3
+    assert [len(s["completion_ids"]) for s in rows] == [n for b in check.blocks for n in known(b)[1].tolist()]
