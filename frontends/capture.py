@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
-from attrax.frontends.events import BackwardEvent, StepEvent
+from attrax.frontends.events import BackwardEvent, StepEvent, averaging
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.passes import Pass
@@ -75,7 +75,7 @@ class Capture:
         self._steps, self._discards = Steps(model, self._wanted), Discards()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
-        self._begun = False
+        self._begun, self._first = False, True
         self._sums = GradientSums(model, self._wanted) if verify else None
         self._stack = contextlib.ExitStack()
         self._tape = Tape(
@@ -129,6 +129,7 @@ class Capture:
     # One backward: start -> deliver (leaf by leaf) -> finish.
 
     def _open(self, run: Pass) -> None:
+        run.notes["averaging"] = averaging()
         if self._sums is not None:
             run.notes["fresh"] = self._sums.fresh()
 
@@ -140,6 +141,7 @@ class Capture:
             self._end_step()
         elif self._discards.happened(self._steps.parameters()):
             self._discarded, self._pending = self._discarded + self._pending, []
+            self._first = True
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
@@ -178,20 +180,31 @@ class Capture:
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
-        self._discards.remember(self._steps.parameters())
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
         found = [run.found for run in runs if run.found]
         if self.after_backward and found:
-            blocks = tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found)
-            event = BackwardEvent(self._steps.step, blocks, self.model, self)
+            event = self._event([run for run in runs if run.found])
             for callback in self.after_backward:
                 callback(event)
+        self._first = False
+        self._discards.remember(self._steps.parameters())
         for x in found:
             block = Block(GradTree(x["leaves"]), x["examples"])
             self._pending.append(self._without_nonfinite(block, x["bad"]))
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._flush(None)
+
+    def _event(self, runs: list[Pass]) -> BackwardEvent:
+        return BackwardEvent(
+            self._steps.step,
+            tuple(Block(GradTree(run.found["whole"]), run.found["examples"]) for run in runs),
+            self.model,
+            self,
+            self._first,
+            any(run.inputs.get("num_items_in_batch") is not None for run in runs),
+            runs[0].notes.get("averaging"),
+        )
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
         flags = torch.stack(list(bad.values())).cpu()
@@ -243,6 +256,7 @@ class Capture:
     def _end_step(self) -> None:
         self._flush(self._steps.rate())
         self._steps.advance()
+        self._first = True
 
     def _flush(self, rate: float | None) -> None:
         unused = 0.0 if self._steps.seen else None
