@@ -11,6 +11,7 @@ zero: half of the cost of a weight gradient where half of a batch is dropped and
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,9 +39,12 @@ def weighted(leaf: Leaf, weights: Tensor) -> dict[str, Tensor]:
     rows = weights.nonzero().flatten()
     if not len(rows):
         return {}
-    if not isinstance(leaf, Materialized):
-        leaf, weights = take(leaf, rows), weights[rows]
-    return {n: total[0] for n, total in stored(aggregate(GradTree({"": leaf}), weights)).items()}
+    if isinstance(leaf, Materialized):
+        total = weights.to(leaf.w) @ leaf.w.flatten(1)
+        one = GradTree({"": replace(leaf, w=total.reshape(1, *leaf.w.shape[1:]))})
+    else:
+        one = aggregate(GradTree({"": take(leaf, rows)}), weights[rows])
+    return {n: total[0] for n, total in stored(one).items()}
 
 
 def check_gradients(model: nn.Module) -> None:

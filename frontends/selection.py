@@ -36,11 +36,13 @@ from attrax.core.algebra import wide
 from attrax.core.leaves import batch_size, dtype_of
 from attrax.core.products import plan_leaf
 from attrax.core.scores import SIGN
+from attrax.frontends.apart import run_apart, settle
 from attrax.frontends.events import BackwardEvent
 from attrax.frontends.live import Live
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.probe import evaluating
 from attrax.frontends.removal import change, check_gradients, factor, groups, summed, weighted
+from attrax.frontends.rows import with_ids
 
 Rule: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 Leaves: TypeAlias = dict[str, Leaf]
@@ -233,27 +235,24 @@ def _following(
     """The target's gradient at the parameters of an event, by parameter; computed when these have moved."""
     batches: Any = [target] if isinstance(target, Mapping) else target
     coming = _cycled(batches)
-    verified: set[str] = set()
+    source: Live | None = None
+    checked = False
     known: tuple[str, Leaves] | None = None
 
     def gradient(event: BackwardEvent) -> Leaves:
-        nonlocal known
+        nonlocal source, checked, known
         mark = event.blocks[0].examples.fingerprint
         if known is not None and known[0] == mark:
             return known[1]
-        source = Live(
-            event.model,
-            [next(coming)],
-            loss,
-            event.capture.selection,
-            frozenset(c.parameter for c in event.capture.coverage.captured),
-            verify=not verified,
-            verified=verified,
-        )
-        found: Leaves = {}
+        selection = event.capture.selection
+        if source is None or source.model is not event.model or source.selection is not selection:
+            wanted = frozenset(c.parameter for c in selection.coverage.captured)
+            source, checked = Live(event.model, (), loss, selection, wanted), False
+        batch, found = with_ids(next(coming)), dict[str, Leaf]()
         with event.capture.paused(), evaluating(event.model):
-            for _, leaves in source.map(lambda _, leaf, examples: _mean(leaf, examples.tokens)):
-                found |= {name: leaf for parts in leaves.values() for name, leaf in parts.items()}
+            checked = checked or settle(source, batch)
+            visit = lambda _, leaf, examples: found.update(_mean(leaf, examples.tokens))  # noqa: E731
+            run_apart(source, batch, visit, mark)
         known = (mark, found)
         return found
 
