@@ -51,6 +51,8 @@ from attrax.frontends import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends import read_scores as read_scores
 from attrax.frontends import record as record
 from attrax.frontends import restore as restore
+from attrax.frontends import select as select
+from attrax.frontends import selections as selections
 from attrax.frontends import stacked as stacked
 from attrax.frontends import store as store
 from attrax.frontends import to_pandas as to_pandas
@@ -59,13 +61,17 @@ from attrax.frontends import trainer_options as trainer_options
 from attrax.frontends import write_scores as write_scores
 from attrax.methods import Curvature as Curvature
 from attrax.methods import average_ranks as average_ranks
+from attrax.methods import drop_fraction as drop_fraction
+from attrax.methods import drop_negative as drop_negative
 from attrax.methods import ekfac as ekfac
 from attrax.methods import fit_ekfac as fit_ekfac
 from attrax.methods import fit_kfac as fit_kfac
 from attrax.methods import fit_logra as fit_logra
 from attrax.methods import gradcos as gradcos
 from attrax.methods import graddot as graddot
+from attrax.methods import greats as greats
 from attrax.methods import influence as influence
+from attrax.methods import keep_top as keep_top
 from attrax.methods import kfac as kfac
 from attrax.methods import logra as logra
 from attrax.methods import preconditioned as preconditioned

@@ -26,6 +26,9 @@ from attrax.frontends.owners import stacked as stacked
 from attrax.frontends.packing import packed as packed
 from attrax.frontends.per_token import per_token as per_token
 from attrax.frontends.probe import probe as probe
+from attrax.frontends.selection import Decision as Decision
+from attrax.frontends.selection import select as select
+from attrax.frontends.selection import selections as selections
 from attrax.frontends.states import load_state as load_state
 from attrax.frontends.states import save_state as save_state
 from attrax.frontends.store import Store as Store

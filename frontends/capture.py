@@ -25,8 +25,8 @@ from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids,
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
-from attrax.frontends.events import BackwardEvent, StepEvent
-from attrax.frontends.merging import merged
+from attrax.frontends.events import BackwardEvent, StepEvent, averaging
+from attrax.frontends.merging import Found, merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
@@ -89,7 +89,7 @@ class Capture:
         self._steps, self._discards = Steps(model, self._wanted), Discards()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
-        self._begun = False
+        self._begun, self._first = False, True
         self._sums = GradientSums(model, self._wanted) if verify else None
         self._stack = contextlib.ExitStack()
         self._tape = Tape(
@@ -145,6 +145,7 @@ class Capture:
 
     def _open(self, run: Pass) -> None:
         run.notes["mark"] = self._steps.mark()
+        run.notes["averaging"] = averaging()
         if self._sums is not None:
             run.notes["fresh"] = self._sums.fresh()
         if self._owners is not None and run.rows:
@@ -160,6 +161,7 @@ class Capture:
         elif self._discards.happened(self._steps.parameters()):
             self._discarded, self._pending = self._discarded + self._pending, []
             self._leave_unused(self._moves.waiting.clear())
+            self._first = True
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
@@ -208,15 +210,15 @@ class Capture:
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
-        self._discards.remember(self._steps.parameters())
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
         found = merged([run.found for run in runs if run.found])
         if self.after_backward and found:
-            blocks = tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found)
-            event = BackwardEvent(self._steps.step, blocks, self.model, self)
+            event = self._event(runs, found)
             for callback in self.after_backward:
                 callback(event)
+        self._first = False
+        self._discards.remember(self._steps.parameters())
         for x in found:
             block = self._without_nonfinite(Block(GradTree(x["leaves"]), x["examples"]), x["bad"])
             if x["directions"] is None:
@@ -227,6 +229,17 @@ class Capture:
         waiting = [*self._pending, *self._discarded, *self._moves.waiting.blocks]
         if not self._steps.seen and len(waiting) > _PATIENCE:
             self._flush(None)
+
+    def _event(self, runs: list[Pass], found: list[Found]) -> BackwardEvent:
+        return BackwardEvent(
+            self._steps.step,
+            tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found),
+            self.model,
+            self,
+            self._first,
+            any(run.inputs.get("num_items_in_batch") is not None for run in runs),
+            runs[0].notes.get("averaging"),
+        )
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
         flags = torch.stack(list(bad.values())).cpu()
@@ -281,6 +294,7 @@ class Capture:
     def _end_step(self) -> None:
         self._flush(self._steps.rate())
         self._steps.advance()
+        self._first = True
 
     def _flush(self, rate: float | None) -> None:
         ready, left = self._moves.flush(self._steps.step)

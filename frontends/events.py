@@ -1,10 +1,11 @@
 """What functions that a capture calls get to see of training."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from attrax.core import Block
 
@@ -12,21 +13,48 @@ if TYPE_CHECKING:
     from attrax.frontends.capture import Capture
 
 
+@dataclass(frozen=True)
+class Averaging:
+    """Replicated training: `.grad` becomes the mean over processes, in this backward or a later one (``no_sync``).
+
+    Attributes:
+        group: The processes.
+        done: Whether this backward did it; until then `.grad` is this process's own.
+    """
+
+    group: Any
+    done: bool
+
+
+def averaging() -> Averaging | None:
+    """How the forward pass that runs now is averaged; None outside of DistributedDataParallel."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    return None if wrapper is None else Averaging(wrapper.process_group, wrapper.require_backward_grad_sync)
+
+
 @dataclass(frozen=True, eq=False)
 class BackwardEvent:
     """A backward is over: its gradients have been added to `.grad`, and nothing has used them yet.
+
+    Data parallel training has exchanged its gradients by then.
 
     Attributes:
         step: Number of steps completed so far.
         blocks: Per-example gradients of this backward, before the capture's transform, scaled as in `.grad`.
         model: The model.
         capture: The running capture (selection, transform, `paused()`).
+        first: Whether it is the first one whose gradients this step will use (gradient accumulation).
+        spanning: Whether the loss is a mean over all of the step's backwards (Hugging Face's `num_items_in_batch`).
+        averaging: How `.grad` is averaged over processes that hold all of each parameter; None where it is not.
     """
 
     step: int
     blocks: tuple[Block, ...]
     model: nn.Module
     capture: "Capture"
+    first: bool = True
+    spanning: bool = False
+    averaging: Averaging | None = None
 
 
 @dataclass(frozen=True, eq=False)

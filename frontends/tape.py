@@ -356,7 +356,7 @@ class Tape:
             return
         if not self._running:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._finished)
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
             self.start()
         self._running.append(run)
 
@@ -391,6 +391,10 @@ class Tape:
             call.piece = None
         for name, leaf in assemble(pieces).items():
             self.deliver(run, name, leaf)
+
+    def _ended(self) -> None:
+        """Data parallel training writes averaged gradients in callbacks queued meanwhile; one queued now runs last."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._finished)
 
     def _finished(self) -> None:
         runs, self._running, self._task = self._running, [], -1

@@ -22,6 +22,10 @@ from attrax.methods.metrics import descending_rank as descending_rank
 from attrax.methods.metrics import recall_at as recall_at
 from attrax.methods.metrics import spearman as spearman
 from attrax.methods.pairwise import pairwise as pairwise
+from attrax.methods.selection import drop_fraction as drop_fraction
+from attrax.methods.selection import drop_negative as drop_negative
+from attrax.methods.selection import greats as greats
+from attrax.methods.selection import keep_top as keep_top
 from attrax.methods.self_influence import self_influence as self_influence
 from attrax.methods.tracin import Stepped as Stepped
 from attrax.methods.tracin import tracin as tracin

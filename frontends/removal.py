@@ -1,0 +1,142 @@
+"""Examples are taken out of gradients that have been summed into `.grad` already, exactly.
+
+A step that keeps examples ``k_i`` of a batch and normalizes by what it keeps wants ``phi sum_i k_i G_i`` where `.grad`
+holds ``sum_i G_i`` and whatever else adds to it: earlier backwards of the step, other losses, regularizers.  So
+
+    .grad  <-  r .grad + sum_i (phi k_i - r) G_i          phi = N / (N - N_R),  N_R the part of N that is dropped
+
+with r = 1: what is not of these examples stays as it is.  Only a mean over several backwards has another r: the ratio
+of its phi to the one that earlier backwards of the step were given.  The sum runs over the examples whose weight is not
+zero: half of the cost of a weight gradient where half of a batch is dropped and nothing is normalized again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+
+from attrax.core import GradTree, Leaf, Materialized, aggregate, stored, take
+from attrax.core.algebra import wide
+from attrax.frontends.events import Averaging, BackwardEvent
+
+
+def factor(total: float, dropped: float) -> float:
+    """What a mean over `total` is multiplied by once `dropped` of it are gone; 1 where nothing is left.
+
+    >>> factor(8.0, 2.0), factor(8.0, 8.0)
+    (1.3333333333333333, 1.0)
+    """
+    return total / (total - dropped) if total > dropped else 1.0
+
+
+def weighted(leaf: Leaf, weights: Tensor) -> dict[str, Tensor]:
+    """``sum_i w_i G_i`` by parameter, in its stored layout, float32 or better; empty if all weights are zero."""
+    rows = weights.nonzero().flatten()
+    if not len(rows):
+        return {}
+    if isinstance(leaf, Materialized):
+        total = weights.to(leaf.w) @ leaf.w.flatten(1)
+        one = GradTree({"": replace(leaf, w=total.reshape(1, *leaf.w.shape[1:]))})
+    else:
+        one = aggregate(GradTree({"": take(leaf, rows)}), weights[rows])
+    return {n: total[0] for n, total in stored(one).items()}
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Refuse sharded training whose `.grad` is not a mean over processes after every backward.
+
+    Raises:
+        RuntimeError: Saying what to do.
+    """
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise RuntimeError(
+                "select: the model is sharded by FullyShardedDataParallel, whose `.grad` are pieces of flat "
+                "parameters. Shard with torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel."
+            )
+        if isinstance(module, FSDPModule) and not _reduces(module):
+            raise RuntimeError(
+                "select: this backward of a sharded model (fully_shard) did not reduce its gradients. Leave "
+                "set_requires_gradient_sync(True) on while gradients are accumulated (accelerate: "
+                "sync_each_batch=True)."
+            )
+
+
+def _reduces(module: FSDPModule) -> bool:
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group is None or (group.reduce_grads and group.all_reduce_grads)
+
+
+def groups(event: BackwardEvent, parameters: Mapping[str, Tensor]) -> list[Any]:
+    """The process groups whose gradients are averaged together: sums over each in turn are sums over all."""
+    if event.averaging is not None:
+        return [event.averaging.group]
+    sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
+    return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
+
+
+def summed(x: Tensor, over: Sequence[Any]) -> Tensor:
+    """The sum over the processes of some groups, in place."""
+    for group in over:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def change(
+    event: BackwardEvent,
+    parameters: Mapping[str, Tensor],
+    added: Mapping[str, Tensor],
+    scale: Mapping[str, float],
+) -> None:
+    """``.grad <- scale * .grad + mean over processes of added``, computed in float32 or better.
+
+    Every process of replicated or sharded training must call it, with the same parameters in the same order.
+
+    Raises:
+        RuntimeError: If `.grad` has another shape than its parameter's gradient.
+    """
+    mean = event.averaging if event.averaging is not None and event.averaging.done else None
+    for name, p in parameters.items():
+        if p.grad is None:
+            continue
+        grad, own, r = p.grad, added.get(name), scale.get(name, 1.0)
+        if own is not None and own.shape != grad.shape:
+            raise RuntimeError(
+                f"select: parameter '{name}': its gradient is {tuple(own.shape)}, its `.grad` {tuple(grad.shape)}. "
+                "Gradients that are split within a layer cannot be changed; use fully_shard or "
+                "DistributedDataParallel alone."
+            )
+        if isinstance(grad, DTensor) or mean is not None:
+            if own is None:
+                own = torch.zeros(grad.shape, dtype=wide(grad.dtype), device=grad.device)
+            own = _slice(own, grad) if isinstance(grad, DTensor) else _mean(own, mean)
+            grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        if own is not None:
+            _write(p, grad, own, r)
+        elif r != 1:
+            grad.mul_(r)
+
+
+def _mean(own: Tensor, over: Averaging | None) -> Tensor:
+    return own if over is None else summed(own, [over.group]) / over.group.size()
+
+
+def _slice(own: Tensor, grad: DTensor) -> Tensor:
+    """This process's slice of the mean over processes."""
+    mesh = grad.device_mesh
+    total = DTensor.from_local(own, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return total.redistribute(placements=grad.placements).to_local() / mesh.size()
+
+
+def _write(p: Tensor, grad: Tensor, own: Tensor, r: float) -> None:
+    if grad.is_sparse:
+        p.grad = (grad.to_dense() * r + own).to_sparse(grad.sparse_dim())
+    elif grad.dtype == own.dtype:
+        grad.mul_(r).add_(own) if r != 1 else grad.add_(own)
+    else:
+        grad.copy_(grad.to(own.dtype) * r + own)
