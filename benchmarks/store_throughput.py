@@ -101,7 +101,9 @@ def write_store(folder: Path, made: list[Block]) -> None:
 def read_store(folder: Path, prefetch: int) -> int:
     """All leaves of all blocks; returns their bytes."""
     source, total = open_store(folder, prefetch=prefetch), 0
-    for _, leaves in source.map(lambda name, leaf, _: sum(x.nbytes for x in torch.utils._pytree.tree_leaves(leaf))):
+    for _, leaves in source.map(
+        lambda name, leaf, _: sum(x.nbytes for x in torch.utils._pytree.tree_leaves(leaf))
+    ):
         total += sum(leaves.values())
     return total
 
@@ -115,7 +117,9 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def repetition(where: Path, made: list[Block], data: memoryview, sizes: list[int], first: int) -> dict[str, float]:
+def repetition(
+    where: Path, made: list[Block], data: memoryview, sizes: list[int], first: int
+) -> dict[str, float]:
     """Seconds of every part, store and raw in alternating order."""
     both = {
         "store": lambda: write_store(where / "store", made),
@@ -166,7 +170,9 @@ def measure(where: Path, kind: str, total: int, repetitions: int) -> dict[str, A
 
 def main() -> None:
     """Measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--repetitions", type=int, default=7)

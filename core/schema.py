@@ -324,12 +324,25 @@ def ranges(starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]) -> Int[
     return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
 
 
+def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """CPU memory for an array.  It comes from numpy, which asks for huge pages: five times faster to touch first."""
+    data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    if pieces[0].device.type != "cpu":
+        return torch.cat(list(pieces))
+    shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
+    return torch.cat(list(pieces), out=uninitialized(shape, pieces[0].dtype))
+
+
 def concat_packed(pieces: Sequence[Packed]) -> Packed:
     """Examples of several packed leaves of one form, one piece after another."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
-    arrays = tuple(torch.cat(same) for same in zip(*(p.arrays for p in pieces), strict=True))
+    arrays = tuple(_joined(same) for same in zip(*(p.arrays for p in pieces), strict=True))
     uses = tuple(concat_packed(same) for same in zip(*(p.uses for p in pieces), strict=True))
     return Packed(first.form, arrays, offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces])), uses)
 

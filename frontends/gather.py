@@ -21,7 +21,7 @@ from attrax.frontends.background import ahead
 from attrax.frontends.merge import Rows
 from attrax.frontends.shards import Loaded, read_rows
 
-WINDOW_BYTES = 64 * 2**20
+WINDOW_BYTES = 80 * 2**20
 
 Gathered: TypeAlias = tuple[Examples, Iterator[tuple[str, Leaf]]]
 Shape: TypeAlias = int | Literal["step"] | None
@@ -81,6 +81,8 @@ def _windows(
     while block < len(ends):
         done = read_until[block - 1] if block else 0.0
         last = max(block + 1, int(np.searchsorted(read_until, done + reading.window_bytes, "right")))
+        between = np.flatnonzero(rows.shard[ends[block:last] - 1] != rows.shard[ends[block:last] % len(rows)])
+        last = block + 1 + int(between[-1]) if len(between) and last < len(ends) else last
         stops = ends[block:last].tolist()
         loaded = _load(folder, shards, rows.take(slice(start, stops[-1])), reading.device)
         pieces = zip([start, *stops[:-1]], stops, strict=True)
@@ -223,6 +225,8 @@ def _leaf(name: str, pieces: Sequence[_Piece], rows: int, build: bool) -> Leaf:
                 at = np.searchsorted(positions, piece.row).clip(max=len(positions) - 1)
                 has = positions[at] == piece.row
                 place, here = at[has], here[has]
+            if not len(here):
+                continue
             found.setdefault(packed.form, []).append(take_packed(packed, place))
             targets.setdefault(packed.form, []).append(here)
     order = [here for same in targets.values() for here in same]

@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 import h5py
 import numpy as np
 import torch
-from h5py import h5d, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
+from h5py import h5a, h5d, h5g, h5i, h5l, h5o, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
 from jaxtyping import Int, UInt
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from attrax.core.schema import offsets_of, ranges
+from attrax.core.schema import offsets_of, ranges, uninitialized
 
 CHUNK_BYTES = 2**18
-CHECKSUMS = "xxh3"
+CHECKSUMS = b"xxh3"
 
-Node = TypeVar("Node", h5py.Group, h5py.Dataset)
+Node = TypeVar("Node", h5g.GroupID, h5d.DatasetID)
+_WORDS: Mapping[type, str] = {h5g.GroupID: "group", h5d.DatasetID: "dataset"}
 
 
 def _bfloat16() -> h5t.TypeFloatID:
@@ -91,7 +92,7 @@ def write_array(group: h5py.Group, name: str, x: Tensor) -> None:
     dataset = h5d.create(group.id, name.encode(), kind, h5s.create_simple(shape, most), properties)
     if x.numel():
         dataset.write(h5s.ALL, h5s.ALL, _numpy(x), mtype=kind)
-    h5py.Dataset(dataset).attrs[CHECKSUMS] = _checksums(x, chunk[0])
+    h5py.Dataset(dataset).attrs[CHECKSUMS.decode()] = _checksums(x, chunk[0])
 
 
 def write_numbers(group: h5py.Group, name: str, values: Sequence[int] | np.ndarray) -> None:
@@ -135,17 +136,19 @@ def member(group: h5py.Group, name: str, kind: type[Node]) -> Node:
     Raises:
         ValueError: If it is missing, a link to elsewhere, or something else.
     """
-    link = group.get(name, getlink=True)
-    node = group[name] if type(link) is h5py.HardLink else None
-    if not isinstance(node, kind):
-        raise ValueError(f"'{group.name}/{name}' is not a {kind.__name__.lower()} of this file")
-    return node
+    key, links = name.encode(), group.id.links
+    node = (
+        h5o.open(group.id, key) if links.exists(key) and links.get_info(key).type == h5l.TYPE_HARD else None
+    )
+    if isinstance(node, kind):
+        return node
+    raise ValueError(f"'{group.name}/{name}' is not a {_WORDS[kind]} of this file")
 
 
 def child(group: h5py.Group, *names: str) -> h5py.Group:
     """The group under `names`, each of them a group that lies in this file."""
     for name in names:
-        group = member(group, name, h5py.Group)
+        group = h5py.Group(member(group, name, h5g.GroupID))
     return group
 
 
@@ -155,12 +158,16 @@ class Checked:
 
     Attributes:
         dataset: The dataset.
+        name: Its name.
+        shape: Its shape.
         dtype: Its type.
         rows: Rows that share a checksum.
         checksums: One for every `rows` rows, the last for what remains.
     """
 
-    dataset: h5py.Dataset
+    dataset: Any
+    name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
     rows: int
     checksums: UInt[np.ndarray, " chunks"]
@@ -172,45 +179,46 @@ def checked(group: h5py.Group, name: str) -> Checked:
     Raises:
         ValueError: If it is not one that attrax writes.
     """
-    dataset = member(group, name, h5py.Dataset)
-    plist = dataset.id.get_create_plist()
-    kind = dataset.id.get_type()
+    dataset = member(group, name, h5d.DatasetID)
+    name, shape = f"{group.name}/{name}", tuple(dataset.shape)
+    plist, kind = dataset.get_create_plist(), dataset.get_type()
     dtype = next((d for d, t in TYPES.items() if t == kind), None)
     plain = plist.get_layout() == h5d.CHUNKED and plist.get_nfilters() == 0
-    chunks = dataset.chunks
-    sums: Any = dataset.attrs.get(CHECKSUMS)
-    known = isinstance(sums, np.ndarray) and sums.dtype == np.uint64
-    if dtype is None or chunks is None or not plain or not known:
-        raise ValueError(f"'{dataset.name}' is not a chunked array of a known type with checksums")
-    claimed = math.prod(dataset.shape) * dtype.itemsize
-    if claimed > min(dataset.id.get_storage_size(), dataset.file.id.get_filesize()):
-        raise ValueError(f"'{dataset.name}' claims {claimed} bytes, which the file does not hold")
-    if sums.shape != (-(-dataset.shape[0] // chunks[0]) if claimed else 0,):
-        raise ValueError(f"'{dataset.name}' has {sums.size} checksums for {dataset.shape[0]} rows")
-    return Checked(dataset, dtype, chunks[0], sums)
+    sums = h5a.open(dataset, CHECKSUMS) if h5a.exists(dataset, CHECKSUMS) else None
+    if dtype is None or not plain or not shape or sums is None or sums.get_type() != h5t.STD_U64LE:
+        raise ValueError(f"'{name}' is not a chunked array of a known type with checksums")
+    claimed = math.prod(shape) * dtype.itemsize
+    if claimed > min(dataset.get_storage_size(), h5i.get_file_id(dataset).get_filesize()):
+        raise ValueError(f"'{name}' claims {claimed} bytes, which the file does not hold")
+    rows = plist.get_chunk()[0]
+    checksums = np.zeros(-(-shape[0] // rows) if claimed else 0, np.uint64)
+    if tuple(sums.shape) != checksums.shape:
+        raise ValueError(f"'{name}' has {sums.shape} checksums for {shape[0]} rows")
+    if claimed:
+        sums.read(checksums)
+    return Checked(dataset, name, shape, dtype, rows, checksums)
 
 
 def _read_chunks(source: Checked, first: int, last: int) -> Tensor:
     """The rows of chunks `first` to `last` - 1, compared with their checksums."""
     dataset, rows = source.dataset, source.rows
-    start, stop = first * rows, min(last * rows, dataset.shape[0])
-    out = torch.empty((stop - start, *dataset.shape[1:]), dtype=source.dtype, device="cpu")
+    start, stop = first * rows, min(last * rows, source.shape[0])
+    out = uninitialized((stop - start, *source.shape[1:]), source.dtype)
     if out.numel():
-        file_space = dataset.id.get_space()
+        file_space = dataset.get_space()
         file_space.select_hyperslab((start, *[0] * (out.ndim - 1)), tuple(out.shape))
-        kind = dataset.id.get_type()
-        dataset.id.read(h5s.create_simple(tuple(out.shape)), file_space, _numpy(out), mtype=kind)
+        dataset.read(h5s.create_simple(tuple(out.shape)), file_space, _numpy(out), mtype=TYPES[source.dtype])
         wrong = np.flatnonzero(_checksums(out, rows) != source.checksums[first:last])
         if len(wrong):
             at = start + rows * int(wrong[0])
-            raise ValueError(f"the checksum of '{dataset.name}' does not fit its rows from {at} on")
+            raise ValueError(f"the checksum of '{source.name}' does not fit its rows from {at} on")
     return out
 
 
 def read_array(group: h5py.Group, name: str) -> Tensor:
     """All of a dataset."""
     source = checked(group, name)
-    return _read_chunks(source, 0, -(-source.dataset.shape[0] // source.rows))
+    return _read_chunks(source, 0, -(-source.shape[0] // source.rows))
 
 
 def read_numbers(group: h5py.Group, name: str) -> Int[np.ndarray, " n"]:
@@ -236,10 +244,10 @@ def read_ranges(
         ValueError: If a range reaches beyond the dataset, or a checksum does not fit.
     """
     source = checked(group, name)
-    rows, length = source.rows, source.dataset.shape[0]
+    rows, length = source.rows, source.shape[0]
     stops = starts + counts
     if len(starts) and not (starts[0] >= 0 and stops[-1] <= length):
-        raise ValueError(f"'{source.dataset.name}' has {length} rows, fewer than its offsets say")
+        raise ValueError(f"'{source.name}' has {length} rows, fewer than its offsets say")
     used = counts > 0
     starts, stops, counts = starts[used], stops[used], counts[used]
     first, last = starts // rows, -(-stops // rows)

@@ -87,7 +87,7 @@ def _limits(shards: Sequence[ShardInfo]) -> list[float]:
         info = shards[s]
         later = known[info.run, info.rank]
         limits[s] = min((done for writer, done in later.items() if writer != info.writer), default=math.inf)
-        later[info.writer] = math.inf if info.steps_done is None else info.steps_done
+        later[info.writer] = math.inf if info.steps_done is None else float(info.steps_done)
     return limits
 
 

@@ -67,7 +67,7 @@ def open_store(
             gradient accumulation together and each example with its own weight; the blocks that were written if
             omitted.
         device: Where the leaves are put; the CPU if omitted.
-        prefetch: A thread reads this many windows (64 MiB, or one block if that is larger) ahead.
+        prefetch: A thread reads this many windows (80 MiB, or one block if that is larger) ahead.
         without: Names of shards to leave out: those that `damages` finds, which cannot be read.
 
     Returns:
@@ -197,7 +197,7 @@ class Store:
         return replace(fresh, reading=self.reading)
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
-        """See `Source.map`; holds a window of 64 MiB, or one block if that is larger, and one leaf of a block.
+        """See `Source.map`; holds a window of 80 MiB, or one block if that is larger, and one leaf of a block.
 
         Each window that is read ahead is held as well.
 
