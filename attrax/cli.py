@@ -280,14 +280,27 @@ def _table(
 @app.command(epilog="Example:  attrax inspect result")
 def inspect(
     path: Annotated[Path, typer.Argument(help="Result folder, scores file, or gradient store.")],
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read all of a store; name damaged shards and end with exit code 1."),
+    ] = False,
 ) -> None:
     """Say what a result or a gradient store holds: method, sign, unit, size, settings and inputs."""
     file = path if path.is_file() else _scores_file(path)
     if file is None:
+        from attrax.frontends.damages import damages
         from attrax.frontends.store import open_store
 
+        found = damages(path) if verify else {}
+        for name, problem in found.items():
+            typer.echo(f"damaged: {name}: {problem}")
+        if found:
+            raise typer.Exit(1)
         typer.echo(open_store(path).summary())
+        typer.echo("all shards are whole" if verify else "", nl=verify)
         return
+    if verify:
+        raise ValueError(f"inspect: {file} is a file of scores; --verify is for gradient stores.")
     from attrax.frontends.tables import read_scores
 
     scores = read_scores(file)
@@ -303,6 +316,18 @@ def inspect(
         typer.echo(f"{name}: {value}")
     if (file.parent / "config.yaml").is_file():
         typer.echo("\n" + (file.parent / "config.yaml").read_text(encoding="utf-8").rstrip())
+
+
+@app.command(epilog="Example:  attrax compact grads")
+def compact(
+    path: Annotated[Path, typer.Argument(help="Gradient store that nobody is writing.")],
+    shard_mib: Annotated[int, typer.Option("--shard-mib", min=1, help="Merge shards up to this size.")] = 64,
+) -> None:
+    """Merge the many small shards of a gradient store into few large ones; what it holds stays the same."""
+    from attrax.frontends.compaction import compact_store
+
+    before, after = compact_store(path, shard_bytes=shard_mib * 2**20)
+    typer.echo(f"{path}: {before} shards before, {after} now")
 
 
 @app.command(epilog="Example:  attrax demo --out attrax-demo")

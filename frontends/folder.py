@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import secrets
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,11 +25,14 @@ def shard_name(run: str, rank: int, sequence: int, writer: str) -> str:
     return f"{run}-{rank:04d}-{sequence:06d}-{writer}{SUFFIX}"
 
 
-def next_sequence(folder: Path, run: str, rank: int) -> int:
-    """The number after those of the shards that (run, rank) has."""
+def sequences(folder: Path, run: str, rank: int) -> dict[int, list[Path]]:
+    """The shards of (run, rank) by their number; without file locks two writers may have used the same."""
     name = re.compile(rf"{re.escape(run)}-{rank:04d}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
-    found = [name.fullmatch(entry.name) for entry in folder.iterdir()]
-    return max((int(match[1]) for match in found if match), default=-1) + 1
+    found: dict[int, list[Path]] = {}
+    for path in folder.iterdir():
+        if match := name.fullmatch(path.name):
+            found.setdefault(int(match[1]), []).append(path)
+    return found
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -58,31 +62,37 @@ def write_index(folder: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def shard_sizes(folder: Path) -> dict[str, int]:
-    """Size of each shard by name.
+def shard_sizes(folder: Path, without: Collection[str] = ()) -> dict[str, int]:
+    """Size of each shard by name, some left out.
 
     Raises:
         ValueError: If there is no such directory, it has no shard, or one is not a file of the directory itself.
     """
     if not folder.is_dir():
         raise ValueError(f"open_store: there is no store at '{folder}': the directory does not exist.")
-    sizes: dict[str, int] = {}
-    unfinished = 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            unfinished += entry.name.endswith(f"{SUFFIX}.tmp")
-            if not entry.name.endswith(SUFFIX):
-                continue
-            if not entry.is_file(follow_symlinks=False):
-                raise ValueError(
-                    f"open_store: '{entry.name}' in '{folder}' is a link or directory, not a shard."
-                )
-            sizes[entry.name] = entry.stat().st_size
+    sizes = _shards(folder, without)
+    while sizes != (again := _shards(folder, without)):  # files may come and go while a directory is listed
+        sizes = again
     if not sizes:
+        unfinished = sum(path.name.endswith(f"{SUFFIX}.tmp") for path in folder.iterdir())
         half = f" {unfinished} were never finished (a writer is busy, or was killed before its first flush)."
         raise ValueError(
             f"open_store: '{folder}' holds no shards.{half if unfinished else ''} Nothing can be read yet."
         )
+    return sizes
+
+
+def _shards(folder: Path, without: Collection[str]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX) and entry.name not in without:
+                if not entry.is_file(follow_symlinks=False):
+                    raise ValueError(
+                        f"open_store: '{entry.name}' in '{folder}' is a link or directory, not a shard."
+                    )
+                with suppress(FileNotFoundError):
+                    sizes[entry.name] = entry.stat().st_size
     return sizes
 
 
@@ -103,7 +113,7 @@ def lock(folder: Path, run: str, rank: int) -> int:
     if descriptor is None:
         raise ValueError(
             f"store: run '{run}', rank {rank}, of '{folder}' is being written by another sink. Give each process its "
-            "own rank=, or leave run= out to begin a new run."
+            "own rank=, or leave run= out to begin a new run; compact a store when its runs are over."
         )
     for unfinished in folder.glob(f".{run}-{rank:04d}-*{SUFFIX}.tmp"):
         unfinished.unlink()

@@ -6,7 +6,7 @@ date is read from the shards, which are complete in themselves, and the index is
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,24 @@ from attrax.frontends.folder import INDEX, shard_sizes, write_index
 from attrax.frontends.shards import check_info, read_info
 
 
-def shards_of(folder: Path) -> tuple[ShardInfo, ...]:
-    """Descriptions of all finished shards of a store, by name.
+def shards_of(folder: Path, without: Collection[str] = ()) -> tuple[ShardInfo, ...]:
+    """Descriptions of the finished shards of a store, by name; compacted ones stand for those they were made of.
+
+    Args:
+        folder: The store.
+        without: Names of shards to leave out.
 
     Raises:
         ValueError: If there is no store, or a shard cannot be read.
     """
-    sizes = shard_sizes(folder)
+    sizes = shard_sizes(folder, without)
     known = _load(folder / INDEX)
     fresh = {name: info for name, info in known.items() if sizes.get(name) == info.size}
     shards = tuple(fresh[name] if name in fresh else read_info(folder / name) for name in sorted(sizes))
-    if len(fresh) != len(shards) or len(known) != len(shards):
+    if len(fresh) != len(shards) or (len(known) != len(shards) and not without):
         write_index(folder, _dumped(shards))
-    return shards
+    replaced = {name for info in shards for name in info.replaces}
+    return tuple(info for info in shards if info.name not in replaced)
 
 
 def _canonical(shards: Any) -> str:
@@ -68,8 +73,11 @@ def _info(entry: Mapping[str, Any]) -> ShardInfo:
         run=str(entry["run"]),
         rank=int(entry["rank"]),
         sequence=int(entry["sequence"]),
+        first=int(entry["first"]),
         writer=str(entry["writer"]),
         created=float(entry["created"]),
+        steps_done=None if entry["steps_done"] is None else int(entry["steps_done"]),
+        replaces=items("replaces", str),
         ids=items("ids", str),
         steps=items("steps", int),
         micros=items("micros", int),

@@ -5,10 +5,13 @@ The layout is that of `attrax.core.schema`.  Whatever is wrong with a file is re
 
 import json
 import math
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import h5py
@@ -28,7 +31,9 @@ from attrax.core.schema import (
     concat_packed,
     form_from_json,
     offsets_of,
+    take_packed,
 )
+from attrax.core.tree import Examples
 from attrax.frontends.h5types import (
     child,
     open_file,
@@ -48,25 +53,47 @@ from attrax.frontends.h5types import (
 _DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
 
 
-def write_shard(path: Path, header: Mapping[str, str | int | float], records: Sequence[Record]) -> None:
+_WRITING = threading.Lock()
+# A process forked while a file is open for writing would write into it once more when it ends.
+os.register_at_fork(
+    before=_WRITING.acquire, after_in_parent=_WRITING.release, after_in_child=_WRITING.release
+)
+
+
+def write_shard(
+    path: Path,
+    header: Mapping[str, str | int | float],
+    records: Sequence[Record],
+    replaces: Sequence[str] = (),
+) -> None:
     """Write blocks into a new file.
 
     Args:
         path: File to create.
-        header: Attributes of the file beside `format` and `schema`.
+        header: Attributes of the file beside `format`, `schema` and `attrax`.
         records: At least one block.
+        replaces: Names of the shards that hold the same blocks.
     """
-    with h5py.File(path, "x", libver=("v110", "v110"), locking=False) as file:
-        for name, value in {"format": FORMAT, "schema": SCHEMA, **header}.items():
+    with _WRITING, h5py.File(path, "x", libver=("v110", "v110"), locking=False) as file:
+        for name, value in {"format": FORMAT, "schema": SCHEMA, "attrax": _version(), **header}.items():
             if isinstance(value, str):
                 write_text(file, name, value)
             else:
                 file.attrs[name] = value
         write_strings(file.create_group("ids"), [i for r in records for i in r.examples.ids])
+        if replaces:
+            write_strings(file.create_group("replaces"), replaces)
         _write_examples(file, records)
         _write_leaves(file, records)
         for number, name in enumerate(records[0].columns):
             _write_column(file.create_group(f"columns/{number}"), name, [r.columns[name] for r in records])
+
+
+def _version() -> str:
+    try:
+        return version("attrax")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _write_examples(file: h5py.File, records: Sequence[Record]) -> None:
@@ -179,14 +206,18 @@ def _info(path: Path, file: h5py.File) -> ShardInfo:
     starts, counts = read_offsets(signatures)
     flat = read_numbers(signatures, "leaf").tolist()
     columns = child(file, "columns") if "columns" in file else ()
+    sequence, done = int(read_number(file, "sequence")), int(read_number(file, "steps_done"))
     info = ShardInfo(
         name=path.name,
         size=path.stat().st_size,
         run=read_text(file, "run"),
         rank=int(read_number(file, "rank")),
-        sequence=int(read_number(file, "sequence")),
+        sequence=sequence,
+        first=int(read_number(file, "first")) if "first" in file.attrs else sequence,
         writer=read_text(file, "writer"),
         created=float(read_number(file, "created")),
+        steps_done=None if done < 0 else done,
+        replaces=read_strings(child(file, "replaces")) if "replaces" in file else (),
         ids=read_strings(child(file, "ids")),
         steps=steps,
         micros=micros,
@@ -331,3 +362,37 @@ def read_column(folder: Path, info: ShardInfo, name: str) -> Tensor | tuple[str,
         if len(values) != len(info.ids):
             raise ValueError(f"it has {len(values)} values for {len(info.ids)} examples")
         return values
+
+
+def read_whole(folder: Path, info: ShardInfo) -> list[Record]:
+    """All blocks of a shard as they were written, every checksum compared.
+
+    Raises:
+        ValueError: If something cannot be read.
+    """
+    loaded = read_rows(folder, info, np.arange(len(info.ids)))
+    columns = {name: read_column(folder, info, name) for name in info.columns}
+    forms = {
+        (name, packed.form): (rows, packed) for name, same in loaded.leaves.items() for rows, packed in same
+    }
+    records: list[Record] = []
+    ends = np.cumsum(info.sizes).tolist()
+    for b, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        bits, known = loaded.weight_bits[b], loaded.has_tokens[b]
+        weight = loaded.weight[start:stop].to(torch.float64 if bits > 32 else torch.float32)
+        examples = Examples(
+            info.ids[start:stop],
+            info.steps[b],
+            info.micros[b],
+            weight if bits else None,
+            loaded.tokens[start:stop] if known else None,
+            info.fingerprints[b],
+            info.rates[b],
+        )
+        leaves: list[tuple[str, Packed]] = []
+        for number in info.signatures[info.kinds[b]]:
+            rows, packed = forms[info.leaves[number]]
+            place = slice(*np.searchsorted(rows, [start, stop]).tolist())
+            leaves.append((info.leaves[number][0], take_packed(packed, place)))
+        records.append(Record(examples, tuple(leaves), {n: v[start:stop] for n, v in columns.items()}))
+    return records

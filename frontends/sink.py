@@ -1,11 +1,18 @@
 """Write gradients to disk: a sink that packs blocks and puts whole shards into a store.
 
-A shard is written under a temporary name in the store, flushed to the disk, and renamed; then the directory is flushed.
-A process that dies, at any moment and in any way, loses the blocks since its last shard and nothing else.
+Shards are written by a thread while training goes on, until too much waits for the disk.  A shard is written under a
+temporary name in the store, flushed to the disk, and renamed; then the directory is flushed.  A process that dies, at
+any moment and in any way, loses the blocks since its last shard and nothing else: `Sink.flush` whenever a checkpoint is
+saved leaves nothing to lose.
 
 Every opening of a store for writing begins a new run, unless it names one to continue.  A run has one writer per rank
 at a time, guarded by a lock on a file that the system releases when the process ends.  Where the file system has no
 locks the guard is missing; shard names are unique anyway, so no writer ever replaces another's rows.
+
+    sink = attrax.store("grads/", run="job", steps_done=trainer.state.global_step)
+
+goes on from a checkpoint: `capture` counts steps from 0 again, the store goes on at `steps_done`, and what earlier
+attempts of the run have stored of the steps that are done again is superseded.
 """
 
 import atexit
@@ -14,9 +21,9 @@ import os
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -30,9 +37,11 @@ from attrax.core.algebra import first_rows
 from attrax.core.leaves import Diagonal, Factorized, Grouped
 from attrax.core.schema import Packed, Record, pack, packed_bytes
 from attrax.core.tree import block_rows
-from attrax.frontends.folder import clear, lock, next_sequence, publish, shard_name, unlock
+from attrax.frontends.background import Background
+from attrax.frontends.folder import clear, lock, publish, sequences, shard_name, unlock
 from attrax.frontends.h5types import TYPES
-from attrax.frontends.shards import write_shard
+from attrax.frontends.merge import last_step
+from attrax.frontends.shards import read_info, write_shard
 
 Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[int | float] | Tensor]]
 KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]
@@ -46,6 +55,8 @@ class Options:
 
     shard_bytes: int
     shard_examples: int | float
+    buffer_bytes: int
+    steps_done: int | None
     dtype: torch.dtype | None
     keep_factored: KeepFactored
     columns: Columns | None
@@ -56,12 +67,14 @@ def store(
     *,
     shard_bytes: int = 64 * 2**20,
     shard_examples: int | None = None,
+    buffer_bytes: int = 256 * 2**20,
     dtype: torch.dtype | None = None,
     keep_factored: KeepFactored = False,
     columns: Columns | None = None,
     overwrite: bool = False,
     run: str | None = None,
     rank: int | None = None,
+    steps_done: int | None = None,
 ) -> "Sink":
     """Open a store for writing: a sink of blocks.
 
@@ -69,6 +82,8 @@ def store(
         path: Directory of the store; made if missing.
         shard_bytes: A shard is written when this much is waiting.
         shard_examples: Or when this many examples are.
+        buffer_bytes: Complete shards that wait for the disk take at most this much memory; beyond it, the call that
+            hands over a block waits.  0 waits for every shard.
         dtype: Store gradients in this dtype; as they come if omitted.
         keep_factored: Store rows (a, g) even where the gradient itself is smaller: Kronecker statistics and token
             scores need them.  True, or a function of name and leaf.
@@ -76,6 +91,9 @@ def store(
         overwrite: Delete what the store holds.  With several ranks only the first one may ask for it.
         run: Continue this run (or name a new one): the ranks of one job pass the same.  A new run by default.
         rank: Number of this process within the run; that of torch.distributed by default.
+        steps_done: Optimizer steps that were done at the checkpoint from which `run` goes on.  Added to the step of
+            every block; what the run's earlier attempts at this rank hold of steps from there on is superseded.
+            Resume with as many ranks as before, or as a new run.
 
     Returns:
         The sink: call it with blocks; close it, or use it as a context manager.
@@ -109,6 +127,11 @@ def store(
         raise ValueError(f"store: dtype {dtype} cannot be stored; use one of {_floating()}.")
     if shard_bytes < 1 or (shard_examples is not None and shard_examples < 1):
         raise ValueError(f"store: a shard of {shard_bytes} bytes, {shard_examples} examples is not possible.")
+    if buffer_bytes < 0 or (steps_done is not None and (run is None or steps_done < 0)):
+        raise ValueError(
+            f"store: buffer_bytes={buffer_bytes}, steps_done={steps_done}, run={run!r}: both count from 0, and "
+            "steps_done continues a run that must be named."
+        )
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +142,17 @@ def store(
     if overwrite:
         clear(folder)
     most = math.inf if shard_examples is None else shard_examples
-    return Sink(folder, name, rank, Options(shard_bytes, most, dtype, keep_factored, columns))
+    options = Options(shard_bytes, most, buffer_bytes, steps_done, dtype, keep_factored, columns)
+    return Sink(folder, name, rank, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Blocks that wait to be written, and the name and attributes of their file."""
+
+    name: str
+    header: Mapping[str, str | int | float]
+    records: Sequence[Record]
 
 
 def _floating() -> str:
@@ -140,18 +173,21 @@ class Sink:
         self._options = options
         self._lock = lock(path, run, rank)
         self._writer = secrets.token_hex(8)
-        self._sequence = next_sequence(path, run, rank)
+        self._sequence = max(sequences(path, run, rank), default=-1) + 1
+        self._warn_of_lost_steps()
         self._waiting: list[Record] = []
         self._bytes = self._examples = 0
+        self._shards = Background(self._write, options.buffer_bytes)
         self._process = os.getpid()
         self._open = True
         atexit.register(self.close)
 
     def __call__(self, block: Block) -> None:
-        """Take a block; writes a shard if enough is waiting.
+        """Take a block; hands a shard to the writing thread if enough is waiting.
 
         Raises:
             ValueError: If the sink is closed or the block cannot be stored.
+            OSError: If an earlier shard could not be written; it and this block keep waiting.
         """
         if not self._open or os.getpid() != self._process:
             raise ValueError(
@@ -169,38 +205,19 @@ class Sink:
         self._bytes += sum(packed_bytes(packed) for _, packed in record.leaves)
         self._examples += len(record.examples)
         if self._bytes >= self._options.shard_bytes or self._examples >= self._options.shard_examples:
-            self.flush()
+            size = self._bytes
+            self._shards.put(self._shard(), size)
+        else:
+            self._shards.check()
 
     def flush(self) -> None:
-        """Write what is waiting as a shard; returns when it is on the disk.
+        """Write what is waiting; returns when all of it is on the disk.
 
         Raises:
             OSError: If it cannot be written; it keeps waiting.
         """
-        if not self._waiting or os.getpid() != self._process:
-            return
-        header = {
-            "attrax": _version(),
-            "run": self.run,
-            "rank": self.rank,
-            "sequence": self._sequence,
-            "writer": self._writer,
-            "created": time.time(),
-        }
-        name = shard_name(self.run, self.rank, self._sequence, self._writer)
-        temporary = self.path / f".{name}.tmp"
-        try:
-            write_shard(temporary, header, self._waiting)
-            publish(temporary, self.path / name)
-        except (OSError, RuntimeError) as error:
-            raise OSError(
-                f"store: shard '{name}' could not be written to '{self.path}': {error}. Its {self._examples} examples "
-                "are still waiting: make room and call flush()."
-            ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._sequence += 1
-        self._waiting, self._bytes, self._examples = [], 0, 0
+        if os.getpid() == self._process:
+            self._shards.finish(self._shard() if self._waiting else None)
 
     def close(self) -> None:
         """Write what is waiting and release the run; further calls do nothing.
@@ -214,6 +231,49 @@ class Sink:
         self._open = False
         atexit.unregister(self.close)
         unlock(self.path, self.run, self.rank, self._lock)
+
+    def _shard(self) -> _Shard:
+        """The waiting blocks as the next shard."""
+        done = self._options.steps_done
+        header: dict[str, str | int | float] = {
+            "run": self.run,
+            "rank": self.rank,
+            "sequence": self._sequence,
+            "writer": self._writer,
+            "created": time.time(),
+            "steps_done": -1 if done is None else done,
+        }
+        shard = _Shard(shard_name(self.run, self.rank, self._sequence, self._writer), header, self._waiting)
+        self._sequence += 1
+        self._waiting, self._bytes, self._examples = [], 0, 0
+        return shard
+
+    def _write(self, shard: _Shard) -> None:
+        temporary = self.path / f".{shard.name}.tmp"
+        try:
+            write_shard(temporary, shard.header, shard.records)
+            publish(temporary, self.path / shard.name)
+        except (OSError, RuntimeError) as error:
+            raise OSError(
+                f"store: shard '{shard.name}' could not be written to '{self.path}': {error}. Its "
+                f"{sum(len(r.examples) for r in shard.records)} examples are still waiting: make room and call flush()."
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _warn_of_lost_steps(self) -> None:
+        done = self._options.steps_done
+        if not done:
+            return
+        found = sequences(self.path, self.run, self.rank)
+        last = last_step([read_info(path) for number in sorted(found) for path in found[number]])
+        if last < done - 1:
+            warnings.warn(
+                f"store: run '{self.run}', rank {self.rank}, goes on at step {done} but is stored up to step {last}: "
+                f"steps {last + 1} to {done - 1} were lost with the process. Resume from an earlier checkpoint, or "
+                "call flush() on the sink whenever one is saved.",
+                stacklevel=4,
+            )
 
     def __enter__(self) -> "Sink":
         return self
@@ -231,6 +291,7 @@ def _record(block: Block, options: Options) -> Record:
     """A block on the host: compacted, cast and packed."""
     grads = block.grads if options.keep_factored is True else _compacted(block.grads, options.keep_factored)
     grads, examples = _on_host((grads, block.examples))
+    examples = replace(examples, step=examples.step + (options.steps_done or 0))
     for name, values in (("weight", examples.weight), ("tokens", examples.tokens)):
         if values is not None and values.shape != (len(examples),):
             raise ValueError(
@@ -346,13 +407,6 @@ def _encodable(texts: Iterable[str]) -> None:
             raise ValueError(
                 f"store: {text!r} is not valid Unicode and cannot be stored: {error}."
             ) from error
-
-
-def _version() -> str:
-    try:
-        return version("attrax")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _place() -> tuple[int, int]:

@@ -24,11 +24,11 @@ Plain h5py reads it too; the layout is in `attrax.core.schema`.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ from torch import Tensor
 from attrax.core import Block, Examples, GradTree
 from attrax.core.schema import Form, ShardInfo
 from attrax.core.source import Visit
-from attrax.frontends.gather import gather, stream
+from attrax.frontends.frames import arrays, frame
+from attrax.frontends.gather import Reading, Shape, gather, stream
 from attrax.frontends.index import shards_of
 from attrax.frontends.merge import Rows, gaps, merged, ordered, run_order
 from attrax.frontends.shards import read_column
@@ -48,7 +49,13 @@ T = TypeVar("T")
 
 
 def open_store(
-    path: str | os.PathLike[str], *, run: str | None = None, block_examples: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    run: str | None = None,
+    block_examples: Shape = None,
+    device: torch.device | str | None = None,
+    prefetch: int = 0,
+    without: Collection[str] = (),
 ) -> "Store":
     """Open a store for reading.
 
@@ -56,7 +63,12 @@ def open_store(
         path: Directory of the store.
         run: Read this run only.  By default all runs are one set, which is refused later if two of them hold one
             example and step at different parameters.
-        block_examples: Examples per block; the blocks that were written if omitted.
+        block_examples: Examples per block; "step" for the examples of an optimizer step, the micro-batches of
+            gradient accumulation together and each example with its own weight; the blocks that were written if
+            omitted.
+        device: Where the leaves are put; the CPU if omitted.
+        prefetch: A thread reads this many windows (80 MiB, or one block if that is larger) ahead.
+        without: Names of shards to leave out: those that `damages` finds, which cannot be read.
 
     Returns:
         The store as it is now: a source of gradients.
@@ -65,15 +77,18 @@ def open_store(
         ValueError: If there is nothing to read, a shard is damaged or of another schema, or the run is unknown.
     """
     folder = Path(path).absolute()
-    shards = ordered(shards_of(folder))
+    shards = ordered(shards_of(folder, without))
     runs = run_order(shards)
     if run is not None and run not in runs:
         raise ValueError(f"open_store: '{folder}' has no run '{run}'; it has {list(runs)}.")
-    if block_examples is not None and block_examples < 1:
-        raise ValueError(f"open_store: block_examples must be at least 1, got {block_examples}.")
+    if block_examples not in (None, "step") and not (isinstance(block_examples, int) and block_examples > 0):
+        raise ValueError(f"open_store: block_examples must be at least 1 or 'step', got {block_examples!r}.")
+    if prefetch < 0:
+        raise ValueError(f"open_store: prefetch must be at least 0, got {prefetch}.")
+    reading = Reading(block_examples, None if device is None else torch.device(device), prefetch)
     shards = tuple(info for info in shards if run in (None, info.run))
     rows, duplicates = merged(shards)
-    return Store(folder, shards, rows, duplicates, run, block_examples)
+    return Store(folder, shards, rows, duplicates, run, reading, frozenset(without))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -84,9 +99,10 @@ class Store:
         path: Directory of the store.
         shards: Descriptions of the shards read.
         rows: The examples and where they lie.
-        duplicates: Rows that were left out because another writer had written the same (id, step) before.
+        duplicates: Rows that were left out: superseded by a later attempt, or held by another writer (same id, step).
         run: The run that was asked for, or None.
-        block_examples: Examples per block, or None for blocks as written.
+        reading: How blocks are made.
+        without: Shards that are left out.
     """
 
     path: Path
@@ -94,7 +110,8 @@ class Store:
     rows: Rows
     duplicates: int
     run: str | None = None
-    block_examples: int | None = None
+    reading: Reading = Reading()
+    without: frozenset[str] = frozenset()
 
     @property
     def reiterable(self) -> bool:
@@ -176,16 +193,19 @@ class Store:
 
     def refresh(self) -> "Store":
         """The store with the shards finished since; cuts by `select` and `at` are undone."""
-        return open_store(self.path, run=self.run, block_examples=self.block_examples)
+        fresh = open_store(self.path, run=self.run, without=self.without)
+        return replace(fresh, reading=self.reading)
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
-        """See `Source.map`; holds a window of 64 MiB, or one block if that is larger, and one leaf of a block.
+        """See `Source.map`; holds a window of 80 MiB, or one block if that is larger, and one leaf of a block.
+
+        Each window that is read ahead is held as well.
 
         Raises:
             ValueError: If a shard is damaged, or runs contradict each other.
         """
         self._refuse_contested(self.rows)
-        for examples, leaves in stream(self.path, self.shards, self.rows, self.block_examples, self._built()):
+        for examples, leaves in stream(self.path, self.shards, self.rows, self._built(), self.reading):
             yield examples, {name: visit(name, leaf, examples) for name, leaf in leaves}
 
     def block(self, ids: Sequence[str]) -> Block:
@@ -209,7 +229,7 @@ class Store:
                 f"block: {len(rows)} rows of '{self.path}' at steps {np.unique(rows.step)[:5].tolist()} are no block: "
                 "give ids of one step, one set of parameters and one selection of leaves; at(step) or run= cut a store."
             )
-        examples, leaves = gather(self.path, self.shards, rows, self._built())
+        examples, leaves = gather(self.path, self.shards, rows, self._built(), self.reading)
         return Block(GradTree(dict(leaves)), examples)
 
     def column(self, name: str) -> Tensor | tuple[str, ...]:
@@ -227,6 +247,31 @@ class Store:
         found = [values[s][r] for s, r in zip(self.rows.shard.tolist(), self.rows.row.tolist(), strict=True)]
         numbers = [x for x in found if isinstance(x, Tensor)]
         return torch.stack(numbers) if numbers else tuple(str(x) for x in found)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the further columns that every shard has."""
+        used = [self.shards[s].columns for s in np.unique(self.rows.shard).tolist()]
+        return tuple(name for name in used[0] if all(name in names for names in used)) if used else ()
+
+    def to_numpy(self) -> dict[str, np.ndarray]:
+        """All gradients, built: by parameter [N, *shape] in its stored layout, projected ones by leaf.
+
+        bfloat16 becomes float32.
+
+        Raises:
+            ValueError: If a parameter is not recorded for all rows.
+        """
+        return arrays(self)
+
+    def to_pandas(self) -> Any:
+        """One row an example: id, step, micro, weight, tokens, further columns, and per parameter its gradient, flat.
+
+        Raises:
+            ImportError: If pandas is not installed.
+            ValueError: As `to_numpy`.
+        """
+        return frame(self)
 
     def __repr__(self) -> str:
         return (

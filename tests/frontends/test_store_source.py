@@ -195,7 +195,8 @@ def test_memory_is_bounded_by_a_window_of_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(gather, "read_rows", lambda *args: read_at_once.append(len(args[2])) or real(*args))
     blocks = [make({"w": materialized("w", torch.full((1, 1024), float(n)))}, [str(n)]) for n in range(40)]
     open_ = write(tmp_path, *blocks)
-    windows = list(gather.stream(open_.path, open_.shards, open_.rows, None, frozenset(), 5 * 4500))
+    reading = gather.Reading(window_bytes=5 * 4500)
+    windows = list(gather.stream(open_.path, open_.shards, open_.rows, frozenset(), reading))
     assert len(windows) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
 
 
