@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attrax.core import Clip
 from attrax.core.algebra import wide
-from attrax.frontends.fingerprints import whole
+from attrax.frontends.sharding import whole
 from attrax.frontends.sums import several_processes
 
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attrax.core import Optimizer, State, Step
 from attrax.core.optimizers import check_optimizer
-from attrax.frontends.fingerprints import whole
 from attrax.frontends.modes import check_sharding
+from attrax.frontends.sharding import whole
 
 Optimizers: TypeAlias = dict[str, Optimizer]
 States: TypeAlias = dict[str, State]

@@ -113,3 +113,8 @@ def piece(x: Tensor) -> Piece:
 
     groups = tuple(x.device_mesh.get_group(dim) for dim in cut)
     return Piece(x.to_local(), tuple(x.shape), place, groups)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The values of a tensor, gathered from all processes if it is a `DTensor`."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

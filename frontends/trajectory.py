@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from attrax.core import Optimizer, Source, State, Step
 from attrax.core.trajectory import shared
-from attrax.frontends.fingerprints import whole
 from attrax.frontends.observed import clip_of, consumed, norms, processes
 from attrax.frontends.optimizers import read_optimizer
+from attrax.frontends.sharding import whole
 from attrax.frontends.stepfiles import read_step, recorded_steps, write_step
 from attrax.frontends.store import Store, open_store
 
