@@ -265,7 +265,7 @@ class Capture:
         self._steps.advance()
 
     def _flush(self, rate: float | None) -> None:
-        ready, left = self._moves.flush(self._steps.step)
+        ready, left = self._moves.flush(self._steps.step, self._discarded)
         self._pending += ready
         self._leave_unused(left)
         unused = 0.0 if self._steps.seen else None
