@@ -42,6 +42,7 @@ class Step:
         clip: Clipping by norm, or None if it is unknown, or gradients were changed otherwise.
         share: What the examples' captured gradients are to be multiplied with so that their sum over the step is the
             gradient before clipping: 1 / (loss scale * processes).
+        unused: Blocks of the step (`Examples.micro`) whose gradients were thrown away before any optimizer used them.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Step:
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     clip: Clip | None = None
     share: float = 1.0
+    unused: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -99,15 +101,16 @@ class Recorded:
     def gradients(self, number: int) -> Source:
         """See `Trajectory.gradients`."""
         found = Blocks([block for block in self.blocks if block.examples.step == number])
-        return shared(found, self.step(number).share)
+        return used(found, self.step(number))
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
-    """A source whose gradients and loss weights are multiplied by a number; made by `shared`."""
+class Used:
+    """Gradients of a step as the optimizer used them; made by `used`."""
 
     source: Source
     share: float
+    unused: frozenset[int]
 
     @property
     def reiterable(self) -> bool:
@@ -115,20 +118,31 @@ class Shared:
         return self.source.reiterable
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
-        """See `Source.map`."""
+        """See `Source.map`; blocks that were not used are not visited."""
 
         def weighed(examples: Examples) -> Examples:
             weight = examples.weight
             return replace(examples, weight=None if weight is None else weight * self.share)
 
-        def scaled(name: str, leaf: Leaf, examples: Examples) -> T:
-            share = torch.full((len(examples),), self.share, dtype=torch.float64)
+        def run(name: str, leaf: Leaf, examples: Examples) -> T | None:
+            if examples.micro in self.unused:
+                return None
+            share = None if self.share == 1 else torch.full((len(examples),), self.share, dtype=torch.float64)
             return visit(name, scale_examples(leaf, share), weighed(examples))
 
-        for examples, values in self.source.map(scaled):
-            yield weighed(examples), values
+        for examples, values in self.source.map(run):
+            if examples.micro not in self.unused:
+                yield weighed(examples), values  # type: ignore[misc]
 
 
-def shared(source: Source, share: float) -> Source:
-    """The source with its gradients c_i G_i, and c_i, multiplied by `share`."""
-    return source if share == 1 else Shared(source, share)
+def used(source: Source, step: Step) -> Source:
+    """Captured gradients of a step's examples as they entered the gradient before clipping.
+
+    Args:
+        source: The blocks of the step, as captured.
+        step: The step.
+
+    Returns:
+        The blocks that the optimizer used, gradients and loss weights c_i multiplied by the step's share.
+    """
+    return Used(source, step.share, frozenset(step.unused))

@@ -297,7 +297,7 @@ class Capture:
         self._first = True
 
     def _flush(self, rate: float | None) -> None:
-        ready, left = self._moves.flush(self._steps.step)
+        ready, left = self._moves.flush(self._steps.step, self._discarded)
         self._pending += ready
         self._leave_unused(left)
         unused = 0.0 if self._steps.seen else None

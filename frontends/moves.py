@@ -54,10 +54,11 @@ class Moves:
             self._recorder.read_gradients(optimizer, self._model)
         self._inside = None
 
-    def flush(self, step: int) -> tuple[list[Block], list[Block]]:
+    def flush(self, step: int, discarded: list[Block]) -> tuple[list[Block], list[Block]]:
         """A step is over: record it; returns the blocks of directions and those that no optimizer used."""
         if self._recorder is not None:
-            self._recorder.flush(step, self._norms, self._scale)
+            unused = tuple(block.examples.micro for block in discarded)
+            self._recorder.flush(step, unused, self._norms, self._scale)
         return self.waiting.take()
 
     def _turn(self, optimizer: torch.optim.Optimizer, transform: Transform | None) -> None:

@@ -152,7 +152,8 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
         for p in group["params"]:
             if (name := names.get(id(p))) not in step.optimizers:
                 continue
-            group["lr"] = group["lr"] * 0 + step.optimizers[name].lr
+            rate = step.optimizers[name].lr
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
             state = step.states.get(name, {})
             optimizer.state[p] = {
                 key: _placed(x, p) if x.ndim or on_device else x.clone() for key, x in state.items()

@@ -1,6 +1,7 @@
 """One optimizer step in one HDF5 file ``<step>.step.h5``, written under a temporary name and renamed.
 
-    /                     attributes format, schema, step, share; coefficient and norm of the clipping (NaN if unknown)
+    /                     attributes format, schema, step, share; coefficient and norm of the clipping (NaN if unknown);
+                          unused (JSON: numbers of the blocks that were thrown away)
     /optimizers/<k>       attributes kind and hyper (JSON): one for every combination of hyperparameters
     /parameters/<k>/      attributes name, optimizer (its number) and scalars (JSON: names of arrays without axes, which
                           are kept as one element)
@@ -72,6 +73,7 @@ def write_step(folder: Path, step: Step) -> None:
 def _write(file: h5py.File, step: Step) -> None:
     clip = step.clip or Clip(math.nan, math.nan)
     write_text(file, "format", FORMAT)
+    write_text(file, "unused", json.dumps(step.unused))
     numbers = {"schema": SCHEMA, "step": step.step, "share": step.share}
     for name, value in (numbers | {"coefficient": clip.coefficient, "norm": clip.norm}).items():
         file.attrs[name] = value
@@ -137,7 +139,8 @@ def _read(file: h5py.File) -> Step:
     coefficient, norm = float(read_number(file, "coefficient")), float(read_number(file, "norm"))
     clip = None if math.isnan(norm) else Clip(coefficient, norm)
     step, share = int(read_number(file, "step")), float(read_number(file, "share"))
-    return Step(step, optimizers, states, gradients, values, clip, share)
+    unused = tuple(int(n) for n in json.loads(read_text(file, "unused")))
+    return Step(step, optimizers, states, gradients, values, clip, share, unused)
 
 
 def _rule(group: h5py.Group) -> Optimizer:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attrax.core import Optimizer, Source, State, Step
-from attrax.core.trajectory import shared
+from attrax.core.trajectory import used
 from attrax.frontends.observed import clip_of, consumed, norms, processes
 from attrax.frontends.optimizers import read_optimizer
 from attrax.frontends.sharding import whole
@@ -117,11 +117,12 @@ class Recorder:
             self._seen[-1].norms = norms(grads)
             self._seen[-1].gradients = {n: _copy(g) for n, g in grads.items()} if self._gradients else {}
 
-    def flush(self, number: int, before: Mapping[str, Tensor], scale: float) -> None:
+    def flush(self, number: int, unused: tuple[int, ...], before: Mapping[str, Tensor], scale: float) -> None:
         """The step is over: hand it on.
 
         Args:
             number: Its number.
+            unused: Blocks of it whose gradients were thrown away.
             before: Norms of the gradients after its last backward.
             scale: Loss scale.
         """
@@ -138,6 +139,7 @@ class Recorder:
             {n: p for part in seen for n, p in part.parameters.items() if n in after},
             clip,
             1 / (scale * processes()),
+            unused,
         )
         if _first():
             self._sink(step)
@@ -208,7 +210,7 @@ class StoredTrajectory:
             ValueError: If there is no store.
         """
         store = self.store or open_store(self.path)
-        return shared(store.at(number), self.step(number).share)
+        return used(store.at(number), self.step(number))
 
     def __repr__(self) -> str:
         return f"StoredTrajectory('{self.path}', {len(self.files)} steps)"
