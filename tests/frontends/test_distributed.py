@@ -163,3 +163,10 @@ def test_all_processes_say_what_is_wrong(folder):
         assert found["task"] == "no such layer"
         assert "layer 'w'" in found["shapes"]
         assert "rank 1 yielded no examples" in found["empty"]
+
+
+def test_products_of_tensor_parallel_shards_add_up(folder):
+    for path in folder.glob("refusals*.pt"):
+        found = torch.load(path)
+        assert "'up.weight', are tensor parallel" in found["parallel"]
+        all_close(found["cut"], found["whole"])
