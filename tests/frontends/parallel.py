@@ -1,7 +1,10 @@
 """Processes that train, attribute and fail together; each writes down what it got."""
 
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,10 @@ class Gain(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.register_buffer("one", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        return x * self.scale * self.one
 
 
 class Network(nn.Module):
@@ -363,3 +367,23 @@ def work(rank: int, folder: str, ranks: int) -> None:
     torch.save(refusals(), f"{folder}/refusals{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def killed(rank: int, folder: str) -> None:
+    """Two processes train and write; the second is killed in its fourth step, the first says what it saw."""
+    torch.set_num_threads(1)
+    meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)
+    sink = attrax.store(f"{folder}/store", run="all", shard_examples=1)
+    model, seen = ddp(seeded(Network)), 0
+
+    def watched(block: Block) -> None:
+        nonlocal seen
+        sink(block)
+        seen += 1
+        if seen == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    error = refusal(lambda: train(model, steps(), [watched]))
+    Path(f"{folder}/error").write_text(error)
+    sink.close()
