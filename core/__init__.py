@@ -73,6 +73,7 @@ from attrax.core.reduce import materialize as materialize
 from attrax.core.reduce import materialize_leaf as materialize_leaf
 from attrax.core.reduce import stored as stored
 from attrax.core.scores import Scores as Scores
+from attrax.core.shards import counted_once as counted_once
 from attrax.core.source import Blocks as Blocks
 from attrax.core.source import Source as Source
 from attrax.core.source import Transform as Transform

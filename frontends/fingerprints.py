@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attrax.core.identity import Content, bit_sums, combined
-from attrax.frontends.sharding import Piece, is_flat, named, piece, pieces
+from attrax.frontends.sharding import Piece, canonical, is_flat, named, piece, pieces
 
 _WRAP = 2**64
 
@@ -43,7 +43,8 @@ class Fingerprints:
         Args:
             exact: Read the values even if torch has counted no write (writes through `.data` are not counted).
         """
-        state = (named(self._model) if self._held is None else self._held) | dict(self._model.named_buffers())
+        buffers = {canonical(name): b for name, b in self._model.named_buffers()}
+        state = (named(self._model) if self._held is None else self._held) | buffers
         writes = {name: (id(x), _version(x)) for name, x in state.items()}
         parts = {name: self._flat.get(id(x)) or piece(x.detach()) for name, x in state.items()}
         stale = [name for name in state if exact or writes[name] != self._writes.get(name)]

@@ -31,14 +31,17 @@ class LossTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, notes: dict[str, Any], key: str) -> Tensor:
         """The tensor itself."""
+        ctx.set_materialize_grads(False)
         ctx.notes, ctx.key = notes, key
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient itself."""
-        ctx.notes[ctx.key] = grads[0].detach().clone() if grads[0].ndim == 0 else True
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient itself; DDP passes on that there is none."""
+        g = grads[0]
+        if g is not None:
+            ctx.notes[ctx.key] = g.detach().clone() if g.ndim == 0 else True
+        return g, None, None
 
 
 def tap_loss(output: Any, notes: dict[str, Any]) -> Any:

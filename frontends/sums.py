@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attrax.core import GradTree, Leaf, aggregate, stored
 from attrax.core.leaves import covers, dtype_of
@@ -70,6 +71,8 @@ class GradientSums:
 
 
 def _dense(g: Tensor) -> Tensor:
+    """Entries of a gradient that this process holds."""
+    g = g.to_local() if isinstance(g, DTensor) else g
     return g.to_dense() if g.is_sparse else g
 
 

@@ -1,7 +1,10 @@
 """Processes that train, attribute and fail together; each writes down what it got."""
 
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import attrax
-from attrax.core import Block, GradTree, stored
+from attrax.core import Block, GradTree, counted_once, factorized, gram, stored
+from attrax.core.factorization import find_rule
+from attrax.core.products import sq_norms_leaf
+from attrax.core.shards import Cut
 from attrax.frontends.distributed import Processes
 from attrax.frontends.fingerprints import model_fingerprint
 from attrax.frontends.sharding import is_sharded
@@ -42,9 +51,10 @@ class Gain(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.register_buffer("one", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        return x * self.scale * self.one
 
 
 class Network(nn.Module):
@@ -174,7 +184,7 @@ def batches(rows: list[int], size: int) -> list[dict[str, Any]]:
 def attribute(model: nn.Module) -> dict[str, Any]:
     """Gradients of this process's share, the curvature of all shares, and scores of all examples."""
     ranks = attrax.processes()
-    data = batches(dealt(range(11)), 2)  # shares of unequal length
+    data = batches(dealt(range(9)), 2)  # one batch more on rank 0
     train, query = attrax.live(model, data, CLASSIFY), attrax.live(model, batches([90, 91, 92], 3), CLASSIFY)
     grads: dict[str, Any] = {}
     for known, leaves in train.map(lambda name, leaf, _: stored(GradTree({name: leaf}))):
@@ -248,7 +258,7 @@ def refusals() -> dict[str, str]:
 
     model = seeded(Network)
     share = batches([0, 1], 2) if rank == 0 else []
-    return {
+    return tensor_parallel() | {
         "flat": refusal(lambda: attrax.capture(flat)),
         "task": refusal(lambda: ranks.dealt(fails, {"a": 0, "b": 1, "c": 2}, float)),
         "shapes": refusal(lambda: ranks.total({"w": torch.ones(2 + rank)})),
@@ -284,6 +294,62 @@ def results(wrap: Callable[[nn.Module], nn.Module], folder: Path | None) -> dict
     return found | {"blocks": kept}
 
 
+class Wide(nn.Module):
+    """Two layers that are cut in tensor parallel training, and a norm that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(torch.tanh(self.up(x))))
+
+
+CUTS: dict[str, Cut] = {"up": "outputs", "down": "inputs", "norm": "none"}  # of weights
+
+
+def leaves(model: nn.Module) -> GradTree:
+    """What this process counts of the gradients of three sequences, from what its layers see."""
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(3)).double()
+    rank = dist.get_rank()
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def local(t: Tensor) -> Tensor:
+        t = t.detach()
+        return t.to_local() if isinstance(t, DTensor) else t
+
+    for name in CUTS:
+
+        def keep(_: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            output.register_hook(lambda g: seen.update({name: (local(args[0]), local(g))}))
+
+        model.get_submodule(name).register_forward_hook(keep)
+    model(x).square().sum().backward()
+    made = {n: factorized(f"{n}.weight", *seen[n], bias=f"{n}.bias") for n in ("up", "down")}
+    norm = find_rule(model.get_submodule("norm"))
+    assert norm is not None
+    made |= norm.factorize(model.get_submodule("norm"), *seen["norm"])
+    whole = {n for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+    if len(whole) == 6:
+        return GradTree(made)
+    counted = {n: counted_once(leaf, CUTS.get(n, "none"), rank) for n, leaf in made.items()}
+    return GradTree({n: leaf for n, leaf in counted.items() if leaf is not None})
+
+
+def products(model: nn.Module) -> dict[str, Tensor]:
+    tree = leaves(model)
+    return {"gram": gram(tree, tree), "squares": sum(sq_norms_leaf(leaf) for leaf in tree.values())}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Products of a model that is cut over the processes, of one that is not, and what capture says of the first."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    cut = parallelize_module(seeded(Wide), mesh, plan)
+    refused = refusal(lambda: attrax.capture(cut, loss="sum"))
+    return {"parallel": refused, "cut": Processes().total(products(cut)), "whole": products(seeded(Wide))}
+
+
 def source(model: nn.Module) -> Any:
     return attrax.live(model.eval(), batches(dealt(range(6)), 2), CLASSIFY)
 
@@ -301,3 +367,23 @@ def work(rank: int, folder: str, ranks: int) -> None:
     torch.save(refusals(), f"{folder}/refusals{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def killed(rank: int, folder: str) -> None:
+    """Two processes train and write; the second is killed in its fourth step, the first says what it saw."""
+    torch.set_num_threads(1)
+    meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)
+    sink = attrax.store(f"{folder}/store", run="all", shard_examples=1)
+    model, seen = ddp(seeded(Network)), 0
+
+    def watched(block: Block) -> None:
+        nonlocal seen
+        sink(block)
+        seen += 1
+        if seen == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    error = refusal(lambda: train(model, steps(), [watched]))
+    Path(f"{folder}/error").write_text(error)
+    sink.close()

@@ -1,5 +1,6 @@
 """Training and attribution on several processes (replicated or sharded parameters) are what they are on one."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,25 @@ def test_all_processes_say_what_is_wrong(folder):
         assert found["task"] == "no such layer"
         assert "layer 'w'" in found["shapes"]
         assert "rank 1 yielded no examples" in found["empty"]
+
+
+def test_products_of_tensor_parallel_shards_add_up(folder):
+    for path in folder.glob("refusals*.pt"):
+        found = torch.load(path)
+        assert "'up.weight', are tensor parallel" in found["parallel"]
+        all_close(found["cut"], found["whole"])
+
+
+def test_a_killed_process_ends_the_others_and_leaves_the_finished_shards(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    both = [context.Process(target=parallel.killed, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, -signal.SIGKILL]
+    assert "onnection" in (tmp_path / "error").read_text()
+    found = open_store(tmp_path / "store")
+    right = range(3 * PER_STEP)
+    assert {int(i) for i in found.ids} >= set(right), "three steps of both processes"
+    assert [i for b in blocks_in(tmp_path / "store")[:3] for i in b.examples.ids] == [str(i) for i in right]
