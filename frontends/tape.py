@@ -7,9 +7,10 @@ penalties, Hessian products) delivers nothing.  A live source runs its own backw
 """
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -213,10 +214,20 @@ class Tape:
             for node in fused_heads(output):
                 self._tap_fused(run, node, output["label_mask"])
             output = self.close_pass(run, output)
-        return tree_map(partial(self._marked, run), output) if run.silent else output
+        return self._marked(run, output) if run.silent else output
 
-    def _marked(self, run: Pass, x: Any) -> Any:
-        return Mark.apply(x, run, self) if isinstance(x, Tensor) and x.requires_grad else x
+    def _marked(self, run: Pass, output: Any) -> Any:
+        """The output of a pass with a mark on every tensor, so that its backward is seen to begin."""
+
+        def mark(x: Any) -> Any:
+            return Mark.apply(x, run, self) if isinstance(x, Tensor) and x.requires_grad else x
+
+        if not is_dataclass(output) or isinstance(output, Mapping):
+            return tree_map(mark, output)
+        output = copy.copy(output)
+        for each in fields(output):
+            object.__setattr__(output, each.name, tree_map(mark, getattr(output, each.name)))
+        return output
 
     def _tap(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -75,15 +75,19 @@ def test_two_processes(mode, tmp_path):
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     module = "tests.frontends.olmo"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [*program, "-m", module, mode, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert reports == [{"same": True, "blocks": 4, "examples": 8}] * 2
+    for how in ("alone", "watched"):
+        done = subprocess.run(
+            [*program, "-m", module, mode, str(tmp_path), how],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for rank in (0, 1):
+        ends = [torch.load(tmp_path / f"{how}{rank}.pt") for how in ("alone", "watched")]
+        assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+        report = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert report == {"blocks": 5, "examples": 10}, "four steps, and the mock batch before them"
     seen = [examples for examples, _ in open_store(tmp_path / "store").map(lambda name, leaf, examples: None)]
-    assert sum(len(x) for x in seen) == 16 and len({x.fingerprint for x in seen}) == 4
+    assert sum(len(x) for x in seen) == 20 and len({x.fingerprint for x in seen}) == 4
+    assert len({i for x in seen if x.learning_rate for i in x.ids}) == 16

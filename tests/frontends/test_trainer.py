@@ -3,18 +3,29 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from attrax.core import Block
-from attrax.frontends import capture, causal_lm, live, open_store, probe, store
+from attrax.frontends import (
+    capture,
+    causal_lm,
+    live,
+    open_store,
+    probe,
+    store,
+    trainer_callback,
+    trainer_options,
+)
 from attrax.frontends.capture import StepEvent
 from attrax.methods import tracin
 
 from .loops import known, summed
 from .oracle import assert_gradients, block_gradients, captured, flat
+from .trainers import Check, label_losses, one_row, trained_alike
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -64,10 +75,31 @@ def llama() -> Any:
     return LlamaForCausalLM(config)
 
 
+def adapted() -> Any:
+    """A frozen Llama with adapters, away from their initial zero."""
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(llama(), adapters)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def still(build: Any = llama) -> Any:
+    """A model without dropout, which would be drawn anew for one document at a time."""
+    model = build()
+    for layer in model.modules():
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.0
+    return model
+
+
 def trainer(model: nn.Module, path: Path, accumulate: int, **options: Any) -> Trainer:
+    kind = options.pop("kind", Trainer)
     arguments = TrainingArguments(
         str(path),
-        max_steps=STEPS,
+        max_steps=options.pop("max_steps", STEPS),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=accumulate,
         learning_rate=0.05,
@@ -81,7 +113,7 @@ def trainer(model: nn.Module, path: Path, accumulate: int, **options: Any) -> Tr
         max_grad_norm=0.0,
         **options,
     )
-    return Trainer(model=model, args=arguments, train_dataset=Documents(), data_collator=collate)
+    return kind(model=model, args=arguments, train_dataset=Documents(), data_collator=collate)
 
 
 def trained(path: Path, accumulate: int, **options: Any) -> Any:
@@ -182,3 +214,86 @@ def test_tracin_of_a_trainer_run(tmp_path):
     expected = torch.cat(right)
     assert len(scores) == len(expected) == STEPS * 4 and len(set(scores.ids)) == 8
     torch.testing.assert_close(scores.values, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("build", [llama, adapted], ids=["llama", "adapters"])
+def test_twenty_steps(build, tmp_path):
+    """One document at a time gives the same gradients; the model's own loss divides by all tokens of the step."""
+
+    def train(model: Any) -> Any:
+        made = trainer(model, tmp_path, 2, max_steps=20)
+        return made.train, trainer_options(made)
+
+    check, running = trained_alike(
+        lambda: still(build), train, lambda model: Check(still(build), label_losses, within=2e-6)
+    )
+    assert running.coverage.share == 1 and len(check.blocks) == 40
+    assert len({i for b in check.blocks for i in b.examples.ids}) == 8
+
+
+class OwnLoss(Trainer):
+    """The mean over documents of their summed losses, and no division by micro-batches where the model takes counts."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits, labels = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits, inputs["labels"]
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        ) / len(labels)
+
+
+def with_labels(inputs: Any, i: int) -> Any:
+    row = one_row(inputs, i)
+    return {**row, "labels": row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)}
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_loss_of_the_callers_own(divides, tmp_path):
+    def train(model: Any) -> Any:
+        made = trainer(model, tmp_path, 2, kind=OwnLoss)
+        made.model_accepts_loss_kwargs = not divides
+        return made.train, trainer_options(made, loss="example_mean")
+
+    check, _ = trained_alike(
+        still, train, lambda model: Check(still(), label_losses, with_labels, within=2e-6)
+    )
+    assert {float(c) for b in check.blocks for c in b.examples.weight} == {0.25 if divides else 0.5}  # type: ignore
+
+
+def test_a_callback_captures_while_it_trains(tmp_path):
+    blocks: list[Block] = []
+    model = llama()
+    made, callback = trainer(model, tmp_path, 1), trainer_callback("transformers", sinks=[blocks.append])
+    made.add_callback(callback)
+    made.train()
+    assert [b.examples.step for b in blocks] == list(range(STEPS)) and known(blocks[0])[0].isfinite().all()
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_callback_is_closed_after_an_exception(tmp_path):
+    """The trainer tells its callbacks nothing of an exception."""
+    blocks: list[Block] = []
+    model = llama()
+    made, callback = trainer(model, tmp_path, 1), trainer_callback("transformers", sinks=[blocks.append])
+    made.add_callback(callback)
+    made.add_callback(Fails())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="step 3"):
+            made.train()
+    assert [b.examples.step for b in blocks] == [0, 1, 2] * 2
+    callback.close()
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyError("step 3")
+
+
+def test_callbacks_of_unknown_frameworks_and_unknown_trainers():
+    with pytest.raises(ValueError, match="got 'keras'"):
+        trainer_callback("keras")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="builtins.int is not known"):
+        trainer_options(3)
