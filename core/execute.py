@@ -31,8 +31,10 @@ def execute(plan: Plan, operands: Sequence[Operand], *, train: int, twins: bool 
             _evaluate(plan.tree, _tile(operands, {"b": b, "q": q}), output, kept, train, twins and aligned)
             for b in b_tiles
         ]
-        joined = torch.cat(column, output.index("b")) if "b" in output else torch.stack(column).sum(0)
-        rows.append(column[0] if len(column) == 1 else joined)
+        if len(column) == 1:
+            rows += column
+        else:
+            rows.append(torch.cat(column, output.index("b")) if "b" in output else torch.stack(column).sum(0))
     return rows[0] if len(rows) == 1 else torch.cat(rows, output.index("q"))
 
 
