@@ -8,6 +8,7 @@ than the file has.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,70 @@ def write_text(owner: h5py.Group, name: str, value: str) -> None:
     """Write a text attribute of fixed length: unlike variable-length text it is covered by a checksum."""
     data = value.encode()
     owner.attrs.create(name, np.array(data), dtype=h5py.string_dtype("utf-8", max(1, len(data))))
+
+
+class NewFile:
+    """A new file for HDF5 to write, which keeps what goes wrong to itself until the file is closed.
+
+    HDF5 cannot close a file after a failed write (a full disk), and a process that has one crashes when it ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._at = self._size = 0
+        self._error: OSError | None = None
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move; from the start, from here or from the end."""
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        """Read some bytes; those that could not be written are zero."""
+        return os.pread(self._descriptor, size, self._at).ljust(size, b"\0")
+
+    def readinto(self, out: memoryview) -> int:
+        """Read into memory."""
+        out[:] = self.read(len(out))
+        return len(out)
+
+    def write(self, data: memoryview) -> int:
+        """Write; does nothing after the first error."""
+        done = 0
+        while done < len(data) and not self._error:
+            try:
+                done += os.pwrite(self._descriptor, data[done:], self._at + done)
+            except OSError as error:
+                self._error = error
+        self.seek(len(data), os.SEEK_CUR)
+        self._size = max(self._size, self._at)
+        return len(data)
+
+    def truncate(self, size: int) -> int:
+        """Set the length."""
+        try:
+            os.ftruncate(self._descriptor, size)
+        except OSError as error:
+            self._error = self._error or error
+        self._size = size
+        return size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: What went wrong with it.
+        """
+        os.close(self._descriptor)
+        if self._error:
+            raise self._error
 
 
 def open_file(path: Path) -> h5py.File:

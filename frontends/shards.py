@@ -9,7 +9,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +35,7 @@ from attrax.core.schema import (
 )
 from attrax.core.tree import Examples
 from attrax.frontends.h5types import (
+    NewFile,
     child,
     open_file,
     read_array,
@@ -73,8 +74,15 @@ def write_shard(
         header: Attributes of the file beside `format`, `schema` and `attrax`.
         records: At least one block.
         replaces: Names of the shards that hold the same blocks.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
-    with _WRITING, h5py.File(path, "x", libver=("v110", "v110"), locking=False) as file:
+    with (
+        _WRITING,
+        closing(NewFile(path)) as target,
+        h5py.File(target, "w", libver=("v110", "v110")) as file,  # pyright: ignore[reportArgumentType]
+    ):
         for name, value in {"format": FORMAT, "schema": SCHEMA, "attrax": _version(), **header}.items():
             if isinstance(value, str):
                 write_text(file, name, value)
