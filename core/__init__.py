@@ -11,6 +11,7 @@ from attrax.core.algebra import unstack as unstack
 from attrax.core.contract import CPU as CPU
 from attrax.core.contract import Hardware as Hardware
 from attrax.core.contract import Plan as Plan
+from attrax.core.directions import directed as directed
 from attrax.core.grass import Grass as Grass
 from attrax.core.identity import content_ids as content_ids
 from attrax.core.identity import fingerprint as fingerprint
@@ -52,6 +53,9 @@ from attrax.core.maps import projected as projected
 from attrax.core.masks import Mask as Mask
 from attrax.core.masks import coordinates as coordinates
 from attrax.core.masks import disjoint_masks as disjoint_masks
+from attrax.core.optimizers import Optimizer as Optimizer
+from attrax.core.optimizers import State as State
+from attrax.core.optimizers import direction as direction
 from attrax.core.products import gram as gram
 from attrax.core.products import gram_leaf as gram_leaf
 from attrax.core.products import norms as norms
@@ -81,6 +85,10 @@ from attrax.core.source import targeted as targeted
 from attrax.core.source import transformed as transformed
 from attrax.core.subspace import Subspace as Subspace
 from attrax.core.subspace import fit_subspace as fit_subspace
+from attrax.core.trajectory import Clip as Clip
+from attrax.core.trajectory import Recorded as Recorded
+from attrax.core.trajectory import Step as Step
+from attrax.core.trajectory import Trajectory as Trajectory
 from attrax.core.tree import Block as Block
 from attrax.core.tree import Examples as Examples
 from attrax.core.tree import GradTree as GradTree
