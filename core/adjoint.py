@@ -53,8 +53,9 @@ def through_step(
     >>> from attrax.core.optimizers import Optimizer
     >>> sgd = {"w": Optimizer("sgd", {"lr": 0.5, "momentum": 0.5})}
     >>> record = Step(1, sgd, {"w": {"momentum_buffer": torch.ones(2)}}, {"w": torch.ones(2)})
-    >>> through_step(record, {"w": torch.ones(1, 2)}, {})
-    ({'w': tensor([[-0.5000, -0.5000]])}, {'w': tensor([[1., 1.]])}, {'w': {'momentum_buffer': tensor([[-0.2500, -0.2500]])}})
+    >>> rho, before, moments = through_step(record, {"w": torch.ones(1, 2)}, {})
+    >>> rho["w"], before["w"], moments["w"]["momentum_buffer"]
+    (tensor([[-0.5000, -0.5000]]), tensor([[1., 1.]]), tensor([[-0.2500, -0.2500]]))
     """
     rho: dict[str, Tensor] = {}
     before: dict[str, Tensor] = {}

@@ -91,6 +91,6 @@ def _is_vector(leaf: Factorized | Lookup | Materialized) -> bool:
 def _check_basis(operation: str, leaf: Leaf) -> None:
     if leaf.basis and not (leaf.basis.startswith("mask-none") and isinstance(leaf, Materialized)):
         raise ValueError(
-            f"{operation}: leaf '{leaf.parts[0].weight}' is in basis '{leaf.basis}', in which parameters have no place. "
-            "Use the captured gradients, or Mask(scale='none')."
+            f"{operation}: leaf '{leaf.parts[0].weight}' is in basis '{leaf.basis}', in which parameters have no "
+            "place. Use the captured gradients, or Mask(scale='none')."
         )

@@ -1,8 +1,8 @@
 """Training again, literally: the ground truth that scores of training examples are judged by.
 
-A `Recipe` says how a model was trained; `train` runs it with a torch optimizer, every example at a weight of its own
-choice.  An example is removed by the **weight zero**: tensor shapes, batches, schedule and random numbers stay what they
-were, so that rounding does not drown effects of 1e-6 of the loss.
+A `Recipe` says how a model was trained; `train` runs it with a torch optimizer and any weights of the examples.  An
+example is removed by the **weight zero**: tensor shapes, batches, schedule and random numbers stay what they were, so
+that rounding does not drown effects of 1e-6 of the loss.
 """
 
 import copy

@@ -66,22 +66,35 @@ def dvemb(
     Raises:
         ValueError: If the run or the queries are empty, their leaves differ, or learning rates or weights are unknown.
     """
-    queries = at_the_end(seen(query, projection), trajectory, "dvemb")
+    queries = at_the_end(seen(query, projection), "dvemb")
+    about = {**ABOUT, "coupling": coupling, "fisher": unit}
+    return collected(
+        _sweep(trajectory, queries, coupling, unit, projection, hardware), queries.examples, about
+    )
+
+
+def _sweep(
+    trajectory: Trajectory,
+    queries: Block,
+    coupling: Coupling,
+    unit: FisherUnit,
+    projection: LinearMap | None,
+    hardware: Hardware,
+) -> Iterator[Rows]:
+    """Scores of the blocks of every step, last step first."""
     w = materialize(queries.grads, hardware=hardware)
-    found: list[Rows] = []
     for step in backwards(trajectory, unit, projection):
         by_leaf = [
             {n: step.rates[n] * gram_leaf(x, w[n], name=n, hardware=hardware) for n, x in block.grads.items()}
             for block in step.blocks
         ]
         totals = [torch.stack(list(shares.values())).sum(0) for shares in by_leaf]
-        found.append([(block.examples, total) for block, total in zip(step.blocks, totals, strict=True)])
+        yield [(block.examples, total) for block, total in zip(step.blocks, totals, strict=True)]
         for block, shares, total in zip(step.blocks, by_leaf, totals, strict=True):
             coupled = shares if is_diagonal(coupling) else dict.fromkeys(shares, total)
             w = GradTree(
                 {n: _minus(x, block, n, step.phi * coupled[n]) if n in coupled else x for n, x in w.items()}
             )
-    return collected(found, queries.examples.ids, {**ABOUT, "coupling": coupling, "fisher": unit})
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +107,7 @@ class Seen:
 
 
 def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | None) -> Iterator[Seen]:
+    """The steps of a run, last one first."""
     for number in reversed(trajectory.steps):
         blocks = held(seen(trajectory.gradients(number), projection))
         if blocks:
@@ -113,10 +127,16 @@ def _rate(record: Step, name: str, leaf: Leaf) -> float:
 
 
 def seen(source: Source, projection: LinearMap | None) -> Source:
+    """A source in the coordinates of a projection."""
     return source if projection is None else transformed(source, projected(projection))
 
 
 def is_diagonal(coupling: str) -> bool:
+    """Whether layers are coupled to themselves only.
+
+    Raises:
+        ValueError: If `coupling` is unknown.
+    """
     if coupling not in ("full", "diagonal"):
         raise ValueError(f"dvemb: coupling: got {coupling!r}; expected 'full' or 'diagonal'.")
     return coupling == "diagonal"

@@ -86,7 +86,7 @@ def score_dvemb(
     Returns:
         Scores as those of `dvemb`.
     """
-    queries = at_the_end(seen(query, projection), None, "score_dvemb")
+    queries = at_the_end(seen(query, projection), "score_dvemb")
     anywhere = Block(queries.grads, replace(queries.examples, fingerprint=""))
     return pairwise(embeddings, anywhere, about=ABOUT, hardware=hardware, operation="score_dvemb")
 

@@ -8,7 +8,7 @@
 Methods differ in how they get the products <rho, ghat_z> and rho H: that is the `respond` they hand in.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from attrax.core import Block, Examples, GradTree, Hardware, Scores, Source, col
 from attrax.core.adjoint import Moments, Vectors, through_clip, through_step
 from attrax.core.arrange import arranged
 from attrax.core.scores import scores
-from attrax.core.trajectory import Step, Trajectory
+from attrax.core.trajectory import Step
 
 FisherUnit: TypeAlias = Literal["examples", "tokens"]
 Removal: TypeAlias = Literal["fixed", "example_mean", "token_mean"]
@@ -39,9 +39,9 @@ def sweep(records: Iterable[Step], query: Vectors, respond: Respond) -> Iterator
         Per step, the products of every block.
 
     Raises:
-        ValueError: If a step was clipped by an unknown amount.
+        ValueError: If a step was clipped by an unknown amount, or lacks what `through_step` needs.
     """
-    U: Vectors = query
+    cotangents: Vectors = query
     moments: Moments = {}
     for record in records:
         if record.clip is None:
@@ -49,9 +49,9 @@ def sweep(records: Iterable[Step], query: Vectors, respond: Respond) -> Iterator
                 f"sweep: it is unknown whether the gradients of step {record.step} were clipped. Record clipping, or "
                 "state Clip(1.0, norm) if there was none."
             )
-        rho, U, moments = through_step(record, U, moments)
+        rho, cotangents, moments = through_step(record, cotangents, moments)
         rows, curved = respond(record, through_clip(record.clip, record.gradients, rho))
-        U = {name: u + curved[name] if name in curved else u for name, u in U.items()}
+        cotangents = {n: u + curved[n] if n in curved else u for n, u in cotangents.items()}
         yield rows
 
 
@@ -76,34 +76,30 @@ def removed(rows: Rows, removal: Removal) -> Rows:
     return [(examples, w[:, None] * whole - x) for (examples, x), w in zip(rows, shares, strict=True)]
 
 
-def collected(rows: Iterable[Rows], query_ids: tuple[str, ...], about: dict[str, str]) -> Scores:
-    """Scores of all steps in the order of training, from rows that came last step first.
+def collected(rows: Iterable[Rows], queries: Examples, about: Mapping[str, str]) -> Scores:
+    """Scores of all steps in the order of training, from rows that come last step first.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are none, or the queries were taken before the end of training.
     """
-    ordered = [row for step in reversed(list(rows)) for row in step]
+    found: list[Rows] = []
+    for step in rows:
+        for examples, _ in step:
+            if queries.fingerprint and examples.fingerprint == queries.fingerprint:
+                raise ValueError(
+                    f"{about['method']}: the query gradients were taken at the parameters before step {examples.step}. "
+                    "Take them at the end of training."
+                )
+        found.append(step)
+    ordered = [row for step in reversed(found) for row in step]
     if not ordered:
         raise ValueError(f"{about['method']}: the run yielded no examples.")
-    return scores(torch.cat([v for _, v in ordered]), [e for e, _ in ordered], query_ids, about)
+    return scores(torch.cat([v for _, v in ordered]), [e for e, _ in ordered], queries.ids, about)
 
 
-def at_the_end(query: Source, trajectory: Trajectory | None, operation: str) -> Block:
-    """Queries as one block, of the sum over each query's loss terms.
-
-    Raises:
-        ValueError: If there are none, or they were taken before the last step of the run.
-    """
-    queries = collect(targeted(query, "sum"), operation=operation)
-    if trajectory is not None and trajectory.steps:
-        last = trajectory.gradients(trajectory.steps[-1])
-        seen = {examples.fingerprint for examples, _ in last.map(lambda name, leaf, examples: None)}
-        if queries.examples.fingerprint in seen - {""}:
-            raise ValueError(
-                f"{operation}: the query gradients were taken at the parameters before the last step "
-                f"({trajectory.steps[-1]}). Take them at the end of training."
-            )
-    return queries
+def at_the_end(query: Source, operation: str) -> Block:
+    """Queries at the end of training as one block, of the sum over each query's loss terms."""
+    return collect(targeted(query, "sum"), operation=operation)
 
 
 def held(source: Source) -> list[Block]:
@@ -112,7 +108,7 @@ def held(source: Source) -> list[Block]:
     return [Block(GradTree(leaves), examples) for examples, leaves in found if len(examples)]
 
 
-def products(block: Block, rho: Vectors, hardware: Hardware) -> Tensor:
+def contracted(block: Block, rho: Vectors, hardware: Hardware) -> Tensor:
     """<rho_q, ghat_z> for every example of a block [B, Q]: one routed contraction a leaf.
 
     Raises:
@@ -122,7 +118,7 @@ def products(block: Block, rho: Vectors, hardware: Hardware) -> Tensor:
         dense = block.grads.map(lambda _, leaf: arranged(leaf, rho))
     except KeyError as error:
         raise ValueError(
-            f"products: step {block.examples.step} holds gradients of parameter {error}, the queries hold none. "
+            f"trajectory_influence: step {block.examples.step} holds gradients of {error}, the queries hold none. "
             "Capture both with one selection."
         ) from None
     return gram(block.grads, dense, hardware=hardware)

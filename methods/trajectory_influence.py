@@ -31,9 +31,9 @@ from attrax.methods.sweep import (
     Rows,
     at_the_end,
     collected,
+    contracted,
     fisher_factor,
     held,
-    products,
     removed,
     sweep,
 )
@@ -88,14 +88,12 @@ def _influence(
     removal: Removal,
     hardware: Hardware,
 ) -> Scores:
-    queries = at_the_end(query, trajectory, "trajectory_influence")
+    queries = at_the_end(query, "trajectory_influence")
     respond = _responding(trajectory, curvature, unit, hardware)
-    rows = [
-        removed(step, removal) for step in sweep(_complete(trajectory), by_parameter(queries.grads), respond)
-    ]
+    products = sweep(_complete(trajectory), by_parameter(queries.grads), respond)
     about = {"method": "trajectory_influence", "target": "as_trained", "unit": "loss", "removal": removal}
     about |= {"curvature": f"fisher of {unit}" if curvature == "fisher" else "hessian"}
-    return collected(rows, queries.examples.ids, about)
+    return collected((removed(rows, removal) for rows in products), queries.examples, about)
 
 
 def _responding(
@@ -103,7 +101,7 @@ def _responding(
 ) -> Respond:
     def respond(record: Step, rho: Vectors) -> tuple[Rows, Vectors]:
         blocks = held(trajectory.gradients(record.step))
-        found = [products(block, rho, hardware) for block in blocks]
+        found = [contracted(block, rho, hardware) for block in blocks]
         rows = [(block.examples, x) for block, x in zip(blocks, found, strict=True)]
         if curvature != "fisher":
             return rows, curvature(record.step, rho)

@@ -1,7 +1,7 @@
 """Small training runs with literal torch optimizers, recorded by hand, and their dense counterparts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class Run:
     def losses(self, weight: Weight) -> Tensor:
         return query_losses(train(self.recipe, weight), self.queries, self.recipe.loss)
 
-    def keys(self) -> list[tuple[str, int]]:
+    def uses(self) -> list[tuple[str, int]]:
         return [(i, e.examples.step) for e in self.trajectory.blocks for i in e.examples.ids]
 
 
@@ -154,3 +154,14 @@ def query_matrix(run: Run) -> Tensor:
     """Query gradients at the end, [Q, P]."""
     ((_, leaves),) = run.query.map(lambda name, leaf, _: leaf)
     return torch.cat([leaves[n].w.flatten(1) for n in run.trajectory.records[0].parameters], 1)
+
+
+def thinned(trajectory: Recorded, every: int, first: int = 0) -> Recorded:
+    """The run with parameters and states of some steps, and gradients of none."""
+    light = [replace(x, gradients={}, parameters={}, states={}) for x in trajectory.records]
+    whole = [replace(x, gradients={}) for x in trajectory.records]
+    keep = [
+        x if k >= first and (k - first) % every == 0 else y
+        for k, (x, y) in enumerate(zip(whole, light, strict=True))
+    ]
+    return Recorded(keep, trajectory.blocks)

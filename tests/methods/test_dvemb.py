@@ -46,7 +46,7 @@ def test_both_sides_are_the_product_of_steps(coupling):
     s = dvemb(RUN.trajectory, RUN.query, coupling=coupling)
     expected = written_out(RUN, coupling)
     assert_same(s.values, expected)
-    assert list(zip(s.ids, s.steps, strict=True)) == RUN.keys() and s.query_ids == ("p", "q", "r")
+    assert list(zip(s.ids, s.steps, strict=True)) == RUN.uses() and s.query_ids == ("p", "q", "r")
     embedded = score_dvemb(dvemb_embeddings(RUN.trajectory, coupling=coupling), RUN.query)
     assert_same(embedded.values, expected)
     assert (embedded.ids, embedded.steps, embedded.micros) == (s.ids, s.steps, s.micros)
@@ -98,7 +98,7 @@ def test_several_learning_rates():
 
 def test_refusals():
     first = at(RUN.model, RUN.trajectory.records[-1].parameters)
-    with refused("dvemb", "before the last step (4)", "end of training"):
+    with refused("dvemb", "before step 4", "end of training"):
         dvemb(RUN.trajectory, functional(first, RUN.queries, LOSS))
     with refused("coupling", "'layer'"):
         dvemb(RUN.trajectory, RUN.query, coupling="layer")
