@@ -10,20 +10,20 @@ and global-norm clipping g = c G, c = bound / (|G| + 1e-6), turns rho' into the 
 
     rho = c (rho' - <rho', G> G / (|G| (|G| + 1e-6)))
 
-This holds for every coordinate-wise optimizer, since `step` is differentiated as it is.
+This holds for every coordinate-wise optimizer, since `step` is differentiated as it is; its Jacobian is a diagonal for
+every pair of a result and an operand, found once for all Q.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vjp
 
 from attrax.core.algebra import wide
-from attrax.core.optimizers import Optimizer, State, step
+from attrax.core.optimizers import step
 from attrax.core.trajectory import Clip, Step
 
 Vectors: TypeAlias = Mapping[str, Float[Tensor, "..."]]
@@ -32,6 +32,7 @@ Moments: TypeAlias = Mapping[str, Vectors]
 """Cotangents of optimizer states, by parameter and name of the state."""
 
 _DELTA = 1e-6
+_THETA, _GRADIENT = "theta", "gradient"
 
 
 def through_step(
@@ -61,14 +62,16 @@ def through_step(
     before: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, U in parameters.items():
-        g, theta = _operands(record, name)
-        optimizer, recorded = record.optimizers[name], record.states.get(name, {})
-        moving = {k: x.to(g.dtype) for k, x in recorded.items() if _is_moment(k, x, g)}
-        fixed = {k: x for k, x in recorded.items() if k not in moving}
-        (_, after), back, *_ = vjp(partial(_move, optimizer, fixed), theta, g, moving)
-        given = states.get(name, {})
-        incoming = {k: given.get(k, torch.zeros_like(U)).to(g.dtype) for k in after}
-        before[name], rho[name], moments[name] = vmap(back)((U.to(g.dtype), incoming))
+        derivatives = _derivatives(record, name)
+        given = {_THETA: U, **states.get(name, {})}
+        pulled: dict[str, Tensor] = {}
+        for result, by_operand in derivatives.items():
+            for operand, d in by_operand.items():
+                if result in given:
+                    old = pulled.get(operand)
+                    pulled[operand] = given[result] * d if old is None else old.addcmul_(given[result], d)
+        rho[name], before[name] = (pulled.pop(k, torch.zeros_like(U)) for k in (_GRADIENT, _THETA))
+        moments[name] = pulled
     return rho, before, moments
 
 
@@ -122,11 +125,25 @@ def _operands(record: Step, name: str) -> tuple[Tensor, Tensor]:
     return g, torch.zeros_like(g)
 
 
-def _move(
-    optimizer: Optimizer, fixed: State, theta: Tensor, g: Tensor, moving: State
-) -> tuple[Tensor, dict[str, Tensor]]:
-    theta, after = step(optimizer, theta, g, {**moving, **fixed})
-    return theta, {k: x for k, x in after.items() if _is_moment(k, x, g)}
+def _derivatives(record: Step, name: str) -> dict[str, dict[str, Tensor]]:
+    """The derivative of every result in every operand, coordinate by coordinate, where it is not zero."""
+    g, theta = _operands(record, name)
+    recorded = record.states.get(name, {})
+    moving = {k: x.to(g.dtype) for k, x in recorded.items() if _is_moment(k, x, g)}
+    fixed = {k: x for k, x in recorded.items() if k not in moving}
+
+    def move(operands: dict[str, Tensor]) -> dict[str, Tensor]:
+        state = {k: operands[k] for k in moving} | fixed
+        moved, after = step(record.optimizers[name], operands[_THETA], operands[_GRADIENT], state)
+        return {_THETA: moved, **{k: x for k, x in after.items() if _is_moment(k, x, g)}}
+
+    results, back, *_ = vjp(move, {_THETA: theta, _GRADIENT: g, **moving})
+    zeros = {k: torch.zeros_like(x) for k, x in results.items()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for k in results:
+        (by_operand,) = back(zeros | {k: torch.ones_like(g)})
+        found[k] = {operand: d for operand, d in by_operand.items() if bool(d.any())}
+    return found
 
 
 def _is_moment(name: str, x: Tensor, g: Tensor) -> bool:

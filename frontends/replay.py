@@ -50,14 +50,14 @@ class Replay:
 
     def gradients(self, number: int) -> Source:
         """See `Trajectory.gradients`; needs the recorded parameters of the step."""
-        return _Placed(self, number)
+        return _Placed(self, number, self._parts(number))
 
     def gradient(self, number: int, parameters: Vectors) -> dict[str, Tensor]:
         """Gradient of a step's loss as trained, at any parameters, before clipping."""
         total: dict[str, Tensor] = {}
         for batch, examples in self._parts(number):
             leaves = _leaves(parameters)
-            loss = self._losses(leaves, batch, examples).sum()
+            loss = self._losses(leaves, batch, examples.weight).sum()
             grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
             for name, g in zip(leaves, grads, strict=True):
                 total[name] = total[name] + g if name in total else g
@@ -82,7 +82,8 @@ class Replay:
             leaves = _leaves(parameters)
             w = torch.ones(len(examples), dtype=torch.float64, requires_grad=True)
             moving = [leaves[name] for name in rho]
-            loss = self._losses(leaves, batch, examples, w).sum()
+            assert examples.weight is not None
+            loss = self._losses(leaves, batch, examples.weight * w).sum()
             g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
             columns: list[Tensor] = []
             for q in range(len(next(iter(rho.values())))):
@@ -99,6 +100,10 @@ class Replay:
     def hvp(self, number: int, vectors: Vectors) -> dict[str, Tensor]:
         """Hessian of a step's loss as trained, at its recorded parameters, times vectors [Q, *shape]."""
         return self.pull(number, self._recorded(number), vectors)[1]
+
+    def queries(self, batches: Sequence[Batch]) -> "Queries":
+        """Query gradients along the run, at the recorded parameters of every step."""
+        return Queries(self, [with_ids(batch) for batch in batches])
 
     def _recorded(self, number: int) -> Vectors:
         parameters = self.step(number).parameters
@@ -125,10 +130,7 @@ class Replay:
             for micro, (batch, c) in enumerate(zip(batches, weights, strict=True))
         ]
 
-    def _losses(
-        self, parameters: Vectors, batch: Batch, examples: Examples, w: Tensor | None = None
-    ) -> Tensor:
-        assert examples.weight is not None
+    def _losses(self, parameters: Vectors, batch: Batch, scale: Tensor | None = None) -> Tensor:
         named = dict(self.model.named_parameters())
         with (
             slow_attention(),
@@ -136,8 +138,7 @@ class Replay:
             replaced(slots(self.model, {named[n]: p for n, p in parameters.items()})),
         ):
             losses = self.loss(self.model, for_loss(batch, self.loss))
-        scale = examples.weight if w is None else examples.weight * w
-        return losses * scale.to(losses)
+        return losses if scale is None else losses * scale.to(losses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +147,7 @@ class _Placed:
 
     replay: Replay
     number: int
+    parts: list[tuple[Batch, Examples]]
 
     @property
     def reiterable(self) -> bool:
@@ -153,8 +155,7 @@ class _Placed:
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `attrax.core.source.Source.map`."""
-        parts = self.replay._parts(self.number)
-        for batch, examples in parts:
+        for batch, examples in self.parts:
             source = self.replay.source(self.replay.model, [batch], self.replay.loss)
 
             def scaled(name: str, leaf: Leaf, about: Examples, examples: Examples = examples) -> T:
@@ -163,6 +164,49 @@ class _Placed:
             with placed(self.replay.model, self.replay._recorded(self.number)):
                 found = list(source.map(scaled))
             yield from ((_joined(about, examples), values) for about, values in found)
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Gradients of queries along a run; made by `Replay.queries`."""
+
+    replay: Replay
+    batches: list[Batch]
+
+    @property
+    def reiterable(self) -> bool:
+        """True: they are computed again."""
+        return True
+
+    def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
+        """See `attrax.core.source.Source.map`; all steps in order."""
+        for number in self.steps():
+            yield from self.at(number).map(visit)
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the run."""
+        return tuple(self.replay.steps)
+
+    def at(self, step: int) -> Source:
+        """The queries at the parameters of one step."""
+        loss = self.replay.loss
+        parts = [
+            (b, Examples(tuple(b["example_ids"]), step, micro, torch.ones_like(n), n.long()))
+            for micro, (b, n) in enumerate((b, loss_terms(b, loss)) for b in self.batches)
+        ]
+        return _Placed(self.replay, step, parts)
+
+    def hvp(self, step: int, direction: Vectors) -> dict[str, Tensor]:
+        """Hessian of every query's loss at a step's parameters, times one direction: [Q, *shape] by parameter."""
+        leaves = _leaves(self.replay._recorded(step))
+        moving = [leaves[name] for name in direction]
+        rows: list[tuple[Tensor, ...]] = []
+        for batch in self.batches:
+            for loss in self.replay._losses(leaves, batch):
+                g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
+                along = [d.to(x) for d, x in zip(direction.values(), g, strict=True)]
+                rows.append(torch.autograd.grad(g, moving, along, retain_graph=True, materialize_grads=True))
+        return {name: torch.stack(column) for name, column in zip(direction, zip(*rows, strict=True), strict=True)}
 
 
 def _joined(about: Examples, examples: Examples) -> Examples:
