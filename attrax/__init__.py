@@ -28,19 +28,26 @@ from attrax.core import selected as selected
 from attrax.core import stored as stored
 from attrax.core import targeted as targeted
 from attrax.core import transformed as transformed
+from attrax.frontends import Directions as Directions
 from attrax.frontends import capture as capture
 from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
+from attrax.frontends import decay_groups as decay_groups
 from attrax.frontends import forward_scores as forward_scores
 from attrax.frontends import functional as functional
 from attrax.frontends import live as live
 from attrax.frontends import load_state, save_state
 from attrax.frontends import measure_hardware as measure_hardware
 from attrax.frontends import open_store as open_store
+from attrax.frontends import open_trajectory as open_trajectory
 from attrax.frontends import packed as packed
 from attrax.frontends import per_token as per_token
 from attrax.frontends import probe as probe
+from attrax.frontends import read_optimizer as read_optimizer
+from attrax.frontends import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends import read_scores as read_scores
+from attrax.frontends import record as record
+from attrax.frontends import restore as restore
 from attrax.frontends import store as store
 from attrax.frontends import to_pandas as to_pandas
 from attrax.frontends import write_scores as write_scores

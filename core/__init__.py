@@ -56,6 +56,7 @@ from attrax.core.masks import disjoint_masks as disjoint_masks
 from attrax.core.optimizers import Optimizer as Optimizer
 from attrax.core.optimizers import State as State
 from attrax.core.optimizers import direction as direction
+from attrax.core.optimizers import step as step
 from attrax.core.products import gram as gram
 from attrax.core.products import gram_leaf as gram_leaf
 from attrax.core.products import norms as norms

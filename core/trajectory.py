@@ -1,14 +1,19 @@
 """Training as a sequence of values: what every optimizer step saw, and the gradients of its examples."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from attrax.core.algebra import scale_examples
+from attrax.core.leaves import Leaf
 from attrax.core.optimizers import Optimizer, State
-from attrax.core.source import Blocks, Source
-from attrax.core.tree import Block
+from attrax.core.source import Blocks, Source, Visit
+from attrax.core.tree import Block, Examples
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,10 @@ class Step:
         states: Optimizer state before the step.
         gradients: Gradients the optimizer consumes: unscaled, clipped, without coupled weight decay.  May be empty.
         parameters: Parameters before the step.  May be empty.
-        clip: Clipping by norm, or None if it is unknown.
+        clip: Clipping by norm, or None if it is unknown, or gradients were changed otherwise.
+        share: What the examples' captured gradients are to be multiplied with so that their sum over the step is the
+            gradient before clipping: 1 / (loss scale * processes).
+        unused: Blocks of the step (`Examples.micro`) whose gradients were thrown away before any optimizer used them.
     """
 
     step: int
@@ -43,6 +51,8 @@ class Step:
     gradients: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     clip: Clip | None = None
+    share: float = 1.0
+    unused: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -90,4 +100,49 @@ class Recorded:
 
     def gradients(self, number: int) -> Source:
         """See `Trajectory.gradients`."""
-        return Blocks([block for block in self.blocks if block.examples.step == number])
+        found = Blocks([block for block in self.blocks if block.examples.step == number])
+        return used(found, self.step(number))
+
+
+@dataclass(frozen=True, eq=False)
+class Used:
+    """Gradients of a step as the optimizer used them; made by `used`."""
+
+    source: Source
+    share: float
+    unused: frozenset[int]
+
+    @property
+    def reiterable(self) -> bool:
+        """As the underlying source."""
+        return self.source.reiterable
+
+    def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
+        """See `Source.map`; blocks that were not used are not visited."""
+
+        def weighed(examples: Examples) -> Examples:
+            weight = examples.weight
+            return replace(examples, weight=None if weight is None else weight * self.share)
+
+        def run(name: str, leaf: Leaf, examples: Examples) -> T | None:
+            if examples.micro in self.unused:
+                return None
+            share = None if self.share == 1 else torch.full((len(examples),), self.share, dtype=torch.float64)
+            return visit(name, scale_examples(leaf, share), weighed(examples))
+
+        for examples, values in self.source.map(run):
+            if examples.micro not in self.unused:
+                yield weighed(examples), values  # type: ignore[misc]
+
+
+def used(source: Source, step: Step) -> Source:
+    """Captured gradients of a step's examples as they entered the gradient before clipping.
+
+    Args:
+        source: The blocks of the step, as captured.
+        step: The step.
+
+    Returns:
+        The blocks that the optimizer used, gradients and loss weights c_i multiplied by the step's share.
+    """
+    return Used(source, step.share, frozenset(step.unused))

@@ -6,6 +6,7 @@ from attrax.frontends.coverage import Coverage as Coverage
 from attrax.frontends.data import batches as batches
 from attrax.frontends.data import encode as encode
 from attrax.frontends.data import read_examples as read_examples
+from attrax.frontends.directions import Directions as Directions
 from attrax.frontends.events import BackwardEvent as BackwardEvent
 from attrax.frontends.events import StepEvent as StepEvent
 from attrax.frontends.forward import forward_scores as forward_scores
@@ -14,6 +15,10 @@ from attrax.frontends.hardware import measure_hardware as measure_hardware
 from attrax.frontends.live import live as live
 from attrax.frontends.losses import causal_lm as causal_lm
 from attrax.frontends.losses import classification as classification
+from attrax.frontends.optimizers import decay_groups as decay_groups
+from attrax.frontends.optimizers import read_optimizer as read_optimizer
+from attrax.frontends.optimizers import read_saved_optimizer as read_saved_optimizer
+from attrax.frontends.optimizers import restore as restore
 from attrax.frontends.packing import packed as packed
 from attrax.frontends.per_token import per_token as per_token
 from attrax.frontends.probe import probe as probe
@@ -25,3 +30,5 @@ from attrax.frontends.store import store as store
 from attrax.frontends.tables import read_scores as read_scores
 from attrax.frontends.tables import to_pandas as to_pandas
 from attrax.frontends.tables import write_scores as write_scores
+from attrax.frontends.trajectory import open_trajectory as open_trajectory
+from attrax.frontends.trajectory import record as record

@@ -24,15 +24,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
+from attrax.frontends.directions import Directions
 from attrax.frontends.events import BackwardEvent, StepEvent
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
+from attrax.frontends.moves import Moves
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.observed import overflows
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums, several_processes
 from attrax.frontends.tape import Tape
+from attrax.frontends.trajectory import Recorder
 
 Sink = Callable[[Block], object]
 Ids = Callable[[Mapping[str, Any]], Sequence[str]]
@@ -43,6 +47,7 @@ class Capture:
     """A running capture; made by `capture`, used as a context manager.
 
     Attributes:
+        directions: What blocks hold in place of gradients; may be changed between forward passes.
         skipped: (example id, reason) of examples left out.
         unreached: Paths of layers whose call received no gradient in some backward.
     """
@@ -62,8 +67,12 @@ class Capture:
         on_nonfinite: Literal["skip", "raise"],
         verify: bool,
         strict: bool,
+        directions: Directions | None,
+        trajectory: Recorder | None,
     ) -> None:
         self.model, self.transform, self.selection = model, transform, reselect()
+        self.directions = directions
+        self._moves = Moves(model, trajectory, scaler)
         self.sinks = tuple(sinks)
         self.after_backward, self.before_step = tuple(after_backward), tuple(before_step)
         self.skipped: list[tuple[str, str]] = []
@@ -140,16 +149,19 @@ class Capture:
             self._end_step()
         elif self._discards.happened(self._steps.parameters()):
             self._discarded, self._pending = self._discarded + self._pending, []
+            self._leave_unused(self._moves.waiting.clear())
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
             run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
+            run.found["directions"] = self.directions
         run.found["bad"][name] = nonfinite_examples(leaf)
         if self.after_backward:
             run.found["whole"][name] = leaf
         if self._sums is not None:
             self._sums.add(name, leaf)
-        changed = leaf if self.transform is None else self.transform(name, leaf)
+        transform = None if run.found["directions"] else self.transform
+        changed = leaf if transform is None else transform(name, leaf)
         if changed is not None:
             run.found["leaves"][name] = changed
 
@@ -188,9 +200,14 @@ class Capture:
             for callback in self.after_backward:
                 callback(event)
         for x in found:
-            block = Block(GradTree(x["leaves"]), x["examples"])
-            self._pending.append(self._without_nonfinite(block, x["bad"]))
-        if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
+            block = self._without_nonfinite(Block(GradTree(x["leaves"]), x["examples"]), x["bad"])
+            if x["directions"] is None:
+                self._pending.append(block)
+            else:
+                self._moves.waiting.add(block, x["directions"])
+        self._moves.left_behind(self._steps.step, self.transform)
+        waiting = [*self._pending, *self._discarded, *self._moves.waiting.blocks]
+        if not self._steps.seen and len(waiting) > _PATIENCE:
             self._flush(None)
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
@@ -220,22 +237,25 @@ class Capture:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         rates = self._steps.rates(optimizer)
-        if not rates:
+        if not rates or overflows(optimizer):
             return
         if self._steps.moves(optimizer):
             self._end_step()
         self._check_captured()
         self._check_selection()
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
-        blocks = tuple(_with_rate(block, rate) for block in self._pending)
+        waiting = [*self._pending, *self._moves.waiting.blocks]
+        blocks = tuple(_with_rate(block, rate) for block in waiting)
         event = StepEvent(self._steps.step, blocks, rate, self.model, optimizer, self)
         for callback in self.before_step:
             callback(event)
+        self._moves.before(self._steps.step, optimizer, self.transform)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         rates = self._steps.rates(optimizer)
-        if not rates:
+        if not rates or overflows(optimizer):
             return
+        self._moves.after(optimizer)
         self._discards.forget()
         if self._steps.moved(optimizer, rates):
             self._flush(self._steps.rate())
@@ -245,6 +265,9 @@ class Capture:
         self._steps.advance()
 
     def _flush(self, rate: float | None) -> None:
+        ready, left = self._moves.flush(self._steps.step, self._discarded)
+        self._pending += ready
+        self._leave_unused(left)
         unused = 0.0 if self._steps.seen else None
         blocks = [_with_rate(b, unused) for b in self._discarded] + [
             _with_rate(b, rate) for b in self._pending
@@ -253,6 +276,14 @@ class Capture:
         for block in blocks:
             for sink in self.sinks:
                 sink(block)
+
+    def _leave_unused(self, blocks: list[Block]) -> None:
+        """Gradients that no optimizer used have no direction."""
+        self.skipped += [
+            (i, f"no optimizer used its gradient at step {block.examples.step}")
+            for block in blocks
+            for i in block.examples.ids
+        ]
 
     def _check_captured(self) -> None:
         """An optimizer is about to use gradients none of which were seen: the hooks do not fire."""
@@ -302,6 +333,8 @@ def capture(
     strict: bool = False,
     on_nonfinite: Literal["skip", "raise"] = "skip",
     verify: bool = True,
+    directions: Directions | None = None,
+    trajectory: Recorder | None = None,
 ) -> Capture:
     """Capture per-example gradients of every backward through `model` inside the context.
 
@@ -321,12 +354,18 @@ def capture(
             ``(inputs, rows) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
             and divides it (gradient accumulation) passes the function, its scale in c.
-        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.
+        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  Also
+            needed to record the clipping of a `trajectory` under loss scaling.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
             Once, check that rows of layers are examples (two forwards in eval mode without gradient; one process).
+        directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
+            wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
+            the step, they are built, turned and transformed, leaf by leaf.  Such blocks carry no loss weight.
+        trajectory: What to record of every optimizer step; see `record`.  Gradients are read once more after each
+            backward, for their norm.
 
     Returns:
         The context manager.
@@ -367,4 +406,6 @@ def capture(
         on_nonfinite=on_nonfinite,
         verify=verify,
         strict=strict,
+        directions=directions,
+        trajectory=trajectory,
     )

@@ -35,7 +35,8 @@ class StepEvent:
 
     Attributes:
         step: Number of steps completed so far.
-        blocks: Blocks captured for this step; none yet where the loop runs inside ``optimizer.step(closure)``.
+        blocks: Blocks captured for this step (whole gradients, where directions are recorded); none yet where the loop
+            runs inside ``optimizer.step(closure)``.
         learning_rate: Learning rate of the optimizer, None if the captured parameters have several.
         model: The model.
         optimizer: The optimizer about to step.

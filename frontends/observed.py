@@ -1,0 +1,81 @@
+"""What happened to the gradients between the last backward and the optimizer: clipping and unscaling, observed.
+
+Nobody has to say how a loop clips: a gradient that was clipped by norm, or unscaled, is a multiple of what the backward
+left in `.grad`, and the factor is a ratio of norms.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from attrax.core import Clip
+from attrax.core.algebra import wide
+from attrax.frontends.fingerprints import whole
+from attrax.frontends.sums import several_processes
+
+
+def dense(g: Tensor) -> Tensor:
+    """A gradient as one dense tensor of this process."""
+    g = whole(g.detach())
+    return g.to_dense() if g.is_sparse else g
+
+
+def norms(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Norm of each gradient, in float32 or better, where it lies."""
+    return {n: _norm(g.detach()) for n, g in grads.items()}
+
+
+def _norm(g: Tensor) -> Tensor:
+    values = g.coalesce().values() if g.is_sparse else g
+    return whole(torch.linalg.vector_norm(values, dtype=wide(g.dtype)))
+
+
+def norms_left(model: nn.Module) -> dict[str, Tensor]:
+    """Norms of what `.grad` holds now, by parameter."""
+    return norms({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+def consumed(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of an optimizer's parameters as it is about to use them; a fused one unscales them itself."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = {n: p.grad for n, p in model.named_parameters() if id(p) in held and p.grad is not None}
+    scale = getattr(optimizer, "grad_scale", None)
+    return {n: dense(g) if scale is None else dense(g) / scale.to(g.device) for n, g in found.items()}
+
+
+def overflows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer will leave this step out, because a GradScaler found gradients that are not finite."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.any())
+
+
+def clip_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], scale: float) -> Clip | None:
+    """Clipping that turned gradients of some norms into gradients of others.
+
+    Args:
+        before: Norms after the backward, by parameter.
+        after: Norms of the gradients that the optimizer uses.
+        scale: Loss scale, which the first still have and the second have not.
+
+    Returns:
+        The clipping, or None if the gradients are not one multiple of what they were, or not finite.
+
+    >>> five, ten = torch.tensor(5.0), torch.tensor(10.0)
+    >>> clip_of({"w": ten}, {"w": five}, 1.0), clip_of({"w": ten, "b": ten}, {"w": five, "b": ten}, 1.0)
+    (Clip(coefficient=0.5, norm=10.0), None)
+    """
+    if not after or not before.keys() >= after.keys():
+        return None
+    pairs = [(before[n].double(), after[n].double()) for n in after]
+    first, second = (torch.stack([pair[i].cpu() for pair in pairs]) for i in (0, 1))
+    total, left = float(first.norm()), float(second.norm())
+    if total == 0:
+        return Clip(1.0, 0.0) if left == 0 else None
+    even = (second - first * (left / total)).abs().max() <= 1e-3 * left
+    return Clip(left / total * scale, total / scale) if bool(even) else None
+
+
+def processes() -> int:
+    """Over how many processes gradients are averaged."""
+    return torch.distributed.get_world_size() if several_processes() else 1

@@ -1,0 +1,216 @@
+"""Record what the optimizer sees at every step of a training loop, and read it again.
+
+    with attrax.capture(model, sinks=[attrax.store("run/")], trajectory=attrax.record("run/")):
+        trainer.train()
+    run = attrax.open_trajectory("run/")
+    run.step(7).clip, run.gradients(7)
+
+Layout of the files: `attrax.frontends.stepfiles`.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from attrax.core import Optimizer, Source, State, Step
+from attrax.core.trajectory import used
+from attrax.frontends.fingerprints import whole
+from attrax.frontends.observed import clip_of, consumed, norms, processes
+from attrax.frontends.optimizers import read_optimizer
+from attrax.frontends.stepfiles import read_step, recorded_steps, write_step
+from attrax.frontends.store import Store, open_store
+
+StepSink: TypeAlias = Callable[[Step], object]
+
+
+def record(
+    to: str | os.PathLike[str] | StepSink,
+    *,
+    parameters: bool = True,
+    gradients: bool = True,
+    when: Callable[[int], bool] = lambda step: True,
+    overwrite: bool = False,
+) -> "Recorder":
+    """What ``capture(trajectory=...)`` is to record of optimizer steps.
+
+    A step holds hyperparameters, states and clipping of all parameters of the model that the optimizer of a captured
+    one moves.  Copies go to the host right before the step: with Adam, four times the size of the model.  Buffers are
+    not recorded.
+
+    Args:
+        to: Directory, one file a step (that of the gradients' store will do), or a function of a `Step`: a list's
+            `append`.  In data parallel training the first process writes.
+        parameters: Record the parameters before the step.
+        gradients: Record the gradients that the optimizer uses.
+        when: ``step -> bool``, which steps to record; all of them by default.
+        overwrite: Delete the steps that the directory holds.
+
+    Returns:
+        The recorder, to be passed to `capture`.
+
+    Raises:
+        ValueError: If the directory holds steps already.
+    """
+    if callable(to):
+        return Recorder(to, parameters, gradients, when)
+    folder = Path(to).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    old = recorded_steps(folder).values() if _first() else ()
+    if old and not overwrite:
+        raise ValueError(
+            f"record: '{folder}' holds {len(old)} steps of another run. Give another directory, or overwrite=True."
+        )
+    for path in old:
+        path.unlink()
+    return Recorder(lambda step: write_step(folder, step), parameters, gradients, when)
+
+
+def _first() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+@dataclass(eq=False)
+class _Seen:
+    """One optimizer's part of a step; gradients by name, and norms of all of them."""
+
+    optimizers: Mapping[str, Optimizer]
+    states: Mapping[str, State]
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    norms: Mapping[str, Tensor]
+
+
+class Recorder:
+    """Assembles steps; made by `record`, driven by a capture."""
+
+    def __init__(
+        self, sink: StepSink, parameters: bool, gradients: bool, when: Callable[[int], bool]
+    ) -> None:
+        self._sink, self._when = sink, when
+        self._parameters, self._gradients = parameters, gradients
+        self._seen: list[_Seen] = []
+
+    def wants(self, number: int) -> bool:
+        """Whether a step is to be recorded."""
+        return self._when(number)
+
+    def before(self, number: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """An optimizer is about to step."""
+        if not self.wants(number):
+            return
+        rules, states = read_optimizer(optimizer, model)
+        held = {n: whole(p.detach()) for n, p in model.named_parameters() if self._parameters and n in rules}
+        copies = {n: {key: _copy(x) for key, x in state.items()} for n, state in states.items()}
+        self._seen.append(_Seen(rules, copies, {n: _copy(p) for n, p in held.items()}, {}, {}))
+        self.read_gradients(optimizer, model)
+
+    def read_gradients(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Read the gradients of an optimizer that steps; once more if a closure made them within the step."""
+        if self._seen:
+            grads = consumed(optimizer, model)
+            self._seen[-1].norms = norms(grads)
+            self._seen[-1].gradients = {n: _copy(g) for n, g in grads.items()} if self._gradients else {}
+
+    def flush(self, number: int, unused: tuple[int, ...], before: Mapping[str, Tensor], scale: float) -> None:
+        """The step is over: hand it on.
+
+        Args:
+            number: Its number.
+            unused: Blocks of it whose gradients were thrown away.
+            before: Norms of the gradients after its last backward.
+            scale: Loss scale.
+        """
+        seen, self._seen = self._seen, []
+        after = {n: norm for part in seen for n, norm in part.norms.items()}
+        if not after:
+            return
+        clip = clip_of(before, after, scale)
+        step = Step(
+            number,
+            {n: rule for part in seen for n, rule in part.optimizers.items() if n in after},
+            {n: state for part in seen for n, state in part.states.items() if n in after},
+            {n: g for part in seen for n, g in part.gradients.items()},
+            {n: p for part in seen for n, p in part.parameters.items() if n in after},
+            clip,
+            1 / (scale * processes()),
+            unused,
+        )
+        if _first():
+            self._sink(step)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy on the host; the first process keeps it."""
+    return x.detach().to("cpu", copy=True) if _first() else x
+
+
+def open_trajectory(path: str | os.PathLike[str], gradients: Store | None = None) -> "StoredTrajectory":
+    """Open a recorded run for reading.
+
+    Args:
+        path: Directory of the steps.
+        gradients: Store of the examples' gradients; the one in the same directory, if there is one, by default.
+
+    Returns:
+        The run: a `Trajectory`, whose steps are read when they are asked for.
+
+    Raises:
+        ValueError: If the directory holds no steps.
+    """
+    folder = Path(path).absolute()
+    files = recorded_steps(folder)
+    if not files:
+        raise ValueError(
+            f"open_trajectory: '{folder}' holds no recorded steps; record them with attrax.record."
+        )
+    return StoredTrajectory(folder, files, gradients)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StoredTrajectory:
+    """A run on disk, a `Trajectory`; made by `open_trajectory`.
+
+    Attributes:
+        path: Directory of the steps.
+        files: Their files by number.
+        store: The gradients, or None for those in the same directory.
+    """
+
+    path: Path
+    files: Mapping[int, Path]
+    store: Store | None = None
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """See `Trajectory.steps`."""
+        return tuple(self.files)
+
+    def step(self, number: int) -> Step:
+        """See `Trajectory.step`.
+
+        Raises:
+            KeyError: If the step was not recorded.
+            ValueError: If its file is damaged.
+        """
+        if number not in self.files:
+            raise KeyError(f"trajectory '{self.path}' has no step {number}; it has {list(self.files)[:10]}.")
+        return read_step(self.files[number])
+
+    def gradients(self, number: int) -> Source:
+        """See `Trajectory.gradients`; the blocks of all micro-batches and processes.
+
+        Raises:
+            KeyError: If the store has no gradients of the step.
+            ValueError: If there is no store.
+        """
+        store = self.store or open_store(self.path)
+        return used(store.at(number), self.step(number))
+
+    def __repr__(self) -> str:
+        return f"StoredTrajectory('{self.path}', {len(self.files)} steps)"
