@@ -26,13 +26,13 @@ from attrax.core.tree import GradTree
 
 
 def _build(leaf: Leaf, hardware: Hardware, weights: Tensor | None) -> Tensor:
-    """Dense gradients [B, ...] of a leaf, or their weighted sum [...]."""
+    """Dense gradients [B, ...] of a leaf, or their weighted sums [...] or [Q, ...]."""
     dtype = wide(dtype_of(leaf))
     total: Tensor | None = None
     for term in terms(leaf, dtype):
-        extra = () if weights is None else (Operand("b", weights.to(term_device(term), dtype)),)
-        kept = kept_by(term)
-        output = kept if weights is not None else "b" + kept
+        letters = "b" if weights is None else "bq"[: weights.ndim]
+        extra = () if weights is None else (Operand(letters, weights.to(term_device(term), dtype)),)
+        output = ("b" if weights is None else letters[1:]) + kept_by(term)
         operands = (*term, *extra)
         plan = plan_contraction(problem(operands, (), output, itemsize=dtype.itemsize), hardware)
         value = execute(plan, operands, train=len(operands))
@@ -71,17 +71,17 @@ def materialize(grads: GradTree, *, hardware: Hardware = CPU) -> GradTree:
 
 
 def aggregate(
-    grads: GradTree, weights: Float[Tensor, " B"] | None = None, *, hardware: Hardware = CPU
+    grads: GradTree, weights: Float[Tensor, "B *Q"] | None = None, *, hardware: Hardware = CPU
 ) -> GradTree:
-    """Weighted sum of the examples' gradients, ``sum_b w_b G_b``, without any per-example tensor.
+    """Weighted sums of the examples' gradients, ``sum_b w_b G_b``, without any per-example tensor.
 
     Args:
         grads: Gradients of B examples.
-        weights: w [B]; ones if omitted.
+        weights: w [B], or [B, Q] for Q sums; ones if omitted.
         hardware: Roofline figures and memory budget.
 
     Returns:
-        A tree of Materialized leaves holding one example.
+        A tree of Materialized leaves holding one example, or Q.
 
     >>> from attrax.core import GradTree, factorized
     >>> tree = GradTree({"w": factorized("w", torch.ones(2, 3, 4), torch.ones(2, 3, 5))})
@@ -92,9 +92,10 @@ def aggregate(
     def total(_: str, leaf: Leaf) -> Leaf:
         device = term_device(terms(leaf, wide(dtype_of(leaf)))[0])
         w = torch.ones(batch_size(leaf), device=device) if weights is None else weights
-        value = _build(leaf, hardware, w).unsqueeze(0)
+        value = _build(leaf, hardware, w)
+        value = value.unsqueeze(0) if w.ndim == 1 else value
         if isinstance(leaf, Materialized):
-            value = value.reshape(1, *leaf.w.shape[1:])
+            value = value.reshape(len(value), *leaf.w.shape[1:])
         return Materialized(value, leaf.parts, getattr(leaf, "bias", False), leaf.basis)
 
     return grads.map(total)

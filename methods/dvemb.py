@@ -1,0 +1,138 @@
+"""Data value embedding (Wang et al. 2024, arXiv:2412.09538): the effect of an example through the rest of an SGD run.
+
+    s(z, k, q) = lr_k <v_q, (I - lr_T H_T) ... (I - lr_{k+1} H_{k+1}) ghat_z>     ghat_z = c_z g_z, z in step k
+    H_k = phi sum_{z in step k} ghat_z ghat_z^T                                   v_q at the end of training
+
+    w <- v_q; steps backwards:   s_z = lr <w, ghat_z>,   w <- w - phi sum_z s_z ghat_z
+
+This query side holds the queries and never builds a train gradient; `dvemb_embeddings` is the train side.  A run of
+another optimizer is treated as SGD with its learning rates; see `trajectory_influence` for the optimizer's own steps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attrax.core import (
+    CPU,
+    Block,
+    GradTree,
+    Hardware,
+    Leaf,
+    LinearMap,
+    Materialized,
+    Scores,
+    Source,
+    aggregate,
+    gram_leaf,
+    materialize,
+    projected,
+    transformed,
+)
+from attrax.core.trajectory import Trajectory
+from attrax.methods.sweep import FisherUnit, Rows, at_the_end, collected, fisher_factor, held, leaf_rate
+
+Coupling: TypeAlias = Literal["full", "diagonal"]
+ABOUT = {"method": "dvemb", "target": "as_trained", "unit": "loss"}
+
+
+def dvemb(
+    trajectory: Trajectory,
+    query: Source,
+    *,
+    coupling: Coupling = "full",
+    unit: FisherUnit = "examples",
+    projection: LinearMap | None = None,
+    hardware: Hardware = CPU,
+) -> Scores:
+    """Score every use of every example, from the query side.
+
+    Args:
+        trajectory: The run.
+        query: Query gradients at the end of training.
+        coupling: "full" curvature between all layers, or "diagonal": each layer's own only.
+        unit: What a step's loss is a mean over, see `attrax.methods.sweep.fisher_factor`.
+        projection: Score in fewer coordinates.
+        hardware: Roofline figures and memory budget.
+
+    Returns:
+        Scores [rows, Q], one row per (example, step); higher = more helpful: f_q if the example is removed at that
+        step, the batch's denominator kept, minus f_q.
+
+    Raises:
+        ValueError: If the run or the queries are empty, their leaves differ, or learning rates or weights are unknown.
+    """
+    queries = at_the_end(seen(query, projection), "dvemb")
+    about = {**ABOUT, "coupling": coupling, "fisher": unit}
+    return collected(
+        _sweep(trajectory, queries, coupling, unit, projection, hardware), queries.examples, about
+    )
+
+
+def _sweep(
+    trajectory: Trajectory,
+    queries: Block,
+    coupling: Coupling,
+    unit: FisherUnit,
+    projection: LinearMap | None,
+    hardware: Hardware,
+) -> Iterator[Rows]:
+    """Scores of the blocks of every step, last step first."""
+    w = materialize(queries.grads, hardware=hardware)
+    for step in backwards(trajectory, unit, projection):
+        by_leaf = [
+            {n: step.rates[n] * gram_leaf(x, w[n], name=n, hardware=hardware) for n, x in block.grads.items()}
+            for block in step.blocks
+        ]
+        totals = [torch.stack(list(shares.values())).sum(0) for shares in by_leaf]
+        yield [(block.examples, total) for block, total in zip(step.blocks, totals, strict=True)]
+        for block, shares, total in zip(step.blocks, by_leaf, totals, strict=True):
+            coupled = shares if is_diagonal(coupling) else dict.fromkeys(shares, total)
+            w = GradTree(
+                {n: _minus(x, block, n, step.phi * coupled[n]) if n in coupled else x for n, x in w.items()}
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A step's blocks, learning rates by leaf, and the factor of its Fisher matrix."""
+
+    blocks: list[Block]
+    rates: dict[str, float]
+    phi: float
+
+
+def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | None) -> Iterator[Seen]:
+    """The steps of a run, last one first."""
+    for number in reversed(trajectory.steps):
+        blocks = held(seen(trajectory.gradients(number), projection))
+        if blocks:
+            record = trajectory.step(number)
+            rates = {n: leaf_rate(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()}
+            yield Seen(blocks, rates, fisher_factor(blocks, unit))
+
+
+def seen(source: Source, projection: LinearMap | None) -> Source:
+    """A source in the coordinates of a projection."""
+    return source if projection is None else transformed(source, projected(projection))
+
+
+def is_diagonal(coupling: str) -> bool:
+    """Whether layers are coupled to themselves only.
+
+    Raises:
+        ValueError: If `coupling` is unknown.
+    """
+    if coupling not in ("full", "diagonal"):
+        raise ValueError(f"dvemb: coupling: got {coupling!r}; expected 'full' or 'diagonal'.")
+    return coupling == "diagonal"
+
+
+def _minus(query: Leaf, block: Block, name: str, weights: Tensor) -> Leaf:
+    """A query leaf minus weighted sums of a block's gradients."""
+    (total,) = aggregate(GradTree({name: block.grads[name]}), weights).leaves
+    assert isinstance(query, Materialized) and isinstance(total, Materialized)
+    return replace(query, w=query.w - total.w.reshape(query.w.shape))
