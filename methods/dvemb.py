@@ -111,7 +111,9 @@ def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | 
         blocks = held(seen(trajectory.gradients(number), projection))
         if blocks:
             record = trajectory.step(number)
-            rates = {n: leaf_rate(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()}
+            rates = {
+                n: leaf_rate(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()
+            }
             yield Seen(blocks, rates, fisher_factor(blocks, unit))
 
 

@@ -10,37 +10,16 @@ Variants: "torch" takes the optimizer's own rule; "official" that of the release
 correction, and weights that add up to one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, TypeAlias
-
-import torch
-from torch import Tensor
 
 from attrax.core import (
     CPU,
-    Block,
-    Examples,
     Hardware,
-    Leaf,
     LinearMap,
     Scores,
-    Source,
     Target,
-    chain,
-    collect,
-    directed,
-    gram_leaf,
-    norms,
-    projected,
-    sq_norms_leaf,
-    targeted,
-    transformed,
 )
-from attrax.core.optimizers import Optimizer
-from attrax.core.scores import scores
-from attrax.core.source import one_fingerprint, row_sums
-from attrax.core.trajectory import Step, Trajectory
+from attrax.core.trajectory import Trajectory
 from attrax.methods.tracin import Stepped
 
 Variant: TypeAlias = Literal["torch", "official"]
@@ -78,7 +57,16 @@ def less(
     if missing:
         raise ValueError(f"less: no query gradients at steps {missing[:5]}; record them at every step.")
     parts = [
-        _weighed(trajectory.gradients(k), query.at(k), trajectory.step(k), variant, target, centered, projection, hardware)
+        _weighed(
+            trajectory.gradients(k),
+            query.at(k),
+            trajectory.step(k),
+            variant,
+            target,
+            centered,
+            projection,
+            hardware,
+        )
         for k in trajectory.steps
     ]
     return parts

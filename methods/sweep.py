@@ -14,7 +14,19 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import Block, Examples, GradTree, Hardware, Leaf, Scores, Source, collect, covers, gram, targeted
+from attrax.core import (
+    Block,
+    Examples,
+    GradTree,
+    Hardware,
+    Leaf,
+    Scores,
+    Source,
+    collect,
+    covers,
+    gram,
+    targeted,
+)
 from attrax.core.adjoint import Moments, Vectors, through_clip, through_step
 from attrax.core.arrange import arranged
 from attrax.core.scores import scores
