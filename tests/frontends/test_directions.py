@@ -294,6 +294,16 @@ def test_gradients_that_no_optimizer_used_have_no_direction() -> None:
     assert running.skipped[0][1] == "no optimizer used its gradient at step 1"
 
 
+def test_loops_without_an_optimizer_are_told() -> None:
+    model, blocks = seeded(MLP), list[Block]()
+    with (
+        pytest.warns(RuntimeWarning, match="but none stepped"),
+        capture(model, sinks=[blocks.append], loss="example_mean", directions=Directions("sum")),
+    ):
+        mean_ce(model, batches(1)[0]).backward()
+    assert not blocks
+
+
 def test_less_is_a_variant_of_adam() -> None:
     model, blocks, right = seeded(MLP), list[Block](), list[dict[str, Tensor]]()
 
