@@ -114,8 +114,7 @@ def rmsprop(h: Hyper, g: Tensor, state: State) -> After:
 def adagrad(h: Hyper, g: Tensor, state: State) -> After:
     """Adagrad."""
     count = _count(state)
-    start = torch.full_like(g, h.get("initial_accumulator_value", 0.0))
-    s = state.get("sum", start) + g * g
+    s = _from(state, "sum", g, h.get("initial_accumulator_value", 0.0)) + g * g
     slower = _scalar(1 + (count.double() - 1) * h.get("lr_decay", 0.0), g)
     return g / (root(s) + h["eps"]) / slower, {"step": count, "sum": s}
 
@@ -134,7 +133,7 @@ def rprop(h: Hyper, g: Tensor, state: State) -> After:
     agree = (g * _from(state, "prev", g)).sign()
     grown, shrunk = torch.full_like(g, h["etaplus"]), torch.full_like(g, h["etaminus"])
     factor = torch.where(agree > 0, grown, torch.where(agree < 0, shrunk, torch.ones_like(g)))
-    size = state.get("step_size", torch.full_like(g, h["lr"])) * factor
+    size = _from(state, "step_size", g, h["lr"]) * factor
     size = size.clamp(h["step_size_min"], h["step_size_max"])
     kept = torch.where(agree < 0, torch.zeros_like(g), g)
     return kept.sign() * size / _rate(h, "rprop"), {"step": _count(state), "prev": kept, "step_size": size}
@@ -161,8 +160,8 @@ def _corrections(h: Hyper, count: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return _scalar(1 - h["beta1"] ** count.double(), g), _scalar(1 - h["beta2"] ** count.double(), g)
 
 
-def _from(state: State, name: str, like: Tensor) -> Tensor:
-    return state[name] if name in state else torch.zeros_like(like)
+def _from(state: State, name: str, like: Tensor, start: float = 0.0) -> Tensor:
+    return state[name] if name in state else torch.full_like(like, start)
 
 
 def _count(state: State) -> Tensor:

@@ -226,8 +226,7 @@ class Capture:
             else:
                 self._moves.waiting.add(block, x["directions"])
         self._moves.left_behind(self._steps.step, self.transform)
-        waiting = [*self._pending, *self._discarded, *self._moves.waiting.blocks]
-        if not self._steps.seen and len(waiting) > _PATIENCE:
+        if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._flush(None)
 
     def _event(self, runs: list[Pass], found: list[Found]) -> BackwardEvent:
@@ -311,6 +310,9 @@ class Capture:
 
     def _leave_unused(self, blocks: list[Block]) -> None:
         """Gradients that no optimizer used have no direction."""
+        if blocks and not self._steps.seen:
+            text = "capture: directions are those of an optimizer of torch, but none stepped: nothing is recorded."
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         self.skipped += [
             (i, f"no optimizer used its gradient at step {block.examples.step}")
             for block in blocks
@@ -399,7 +401,8 @@ def capture(
             Once, check that rows of layers are examples (two forwards in eval mode without gradient; one process).
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
-            the step, they are built, turned and transformed, leaf by leaf.  Such blocks carry no loss weight.
+            the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small
+            (`attrax.projected`) that is the size of the model for every example of the step.
         trajectory: What to record of every optimizer step; see `record`.  Gradients are read once more after each
             backward, for their norm.
 

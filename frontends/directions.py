@@ -17,6 +17,9 @@ from attrax.frontends.optimizers import read_optimizer
 class Directions:
     """What ``capture(directions=...)`` records: what each example alone would have made the optimizer do.
 
+    Directions carry no loss weight: methods take them with ``target="as_trained"``, whichever target they were made
+    of.  They are not clipped, but for "as_trained".
+
     Attributes:
         target: Scale of an example's gradient: "mean", its own loss averaged over its tokens, as if it were alone in
             the batch; "sum"; or "as_trained", its share in the gradient that the optimizer uses, clipped and averaged

@@ -43,10 +43,10 @@ class Moves:
     def before(self, step: int, optimizer: torch.optim.Optimizer, transform: Transform | None) -> None:
         """An optimizer is about to step."""
         self._scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        self._inside, self._again = optimizer, False
         self._turn(optimizer, transform)
         if self._recorder is not None:
             self._recorder.before(step, optimizer, self._model)
-        self._inside, self._again = optimizer, False
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""

@@ -26,7 +26,7 @@ _PAIRS = {
     "etas": ("etaminus", "etaplus"),
     "step_sizes": ("step_size_min", "step_size_max"),
 }
-_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_OTHER = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[Optimizers, States]:
@@ -150,7 +150,7 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
-            if (name := names.get(id(p))) not in step.optimizers:
+            if (name := names.get(id(p), "")) not in step.optimizers:
                 continue
             rate = step.optimizers[name].lr
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
@@ -193,7 +193,7 @@ def _rule(kind: str, group: Mapping[str, Any]) -> Optimizer:
     for name, value in group.items():
         if name in _PAIRS:
             hyper |= dict(zip(_PAIRS[name], map(float, value), strict=True))
-        elif name not in _HOW and isinstance(value, float | int | Tensor):
+        elif name not in _OTHER and isinstance(value, float | int | Tensor):
             hyper[name] = float(value)
     return Optimizer(kind, hyper)
 

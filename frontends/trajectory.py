@@ -55,6 +55,15 @@ def record(
 
     Raises:
         ValueError: If the directory holds steps already.
+
+    >>> from attrax.frontends import capture, record
+    >>> net, steps = nn.Linear(2, 1), []
+    >>> moving = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> with capture(net, loss="sum", trajectory=record(steps.append)):
+    ...     net(torch.ones(3, 2)).sum().backward()
+    ...     moving.step()
+    >>> steps[0].optimizers["bias"].lr, steps[0].gradients["bias"]
+    (0.1, tensor([3.]))
     """
     if callable(to):
         return Recorder(to, parameters, gradients, when)
@@ -155,7 +164,7 @@ def open_trajectory(path: str | os.PathLike[str], gradients: Store | None = None
 
     Args:
         path: Directory of the steps.
-        gradients: Store of the examples' gradients; the one in the same directory, if there is one, by default.
+        gradients: Store of the examples' gradients (not directions); by default the one in the same directory.
 
     Returns:
         The run: a `Trajectory`, whose steps are read when they are asked for.
