@@ -337,7 +337,8 @@ def capture(
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
-            Once, check that rows of layers are examples (two forwards in eval mode without gradient; one process).
+            Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
+            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed.
 
     Returns:
         The context manager.

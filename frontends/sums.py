@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from attrax.core import GradTree, Leaf, aggregate, stored
 from attrax.core.leaves import covers, dtype_of
-from attrax.frontends.sharding import named
+from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.verify import distance, mismatches, raise_on
 
 
@@ -21,6 +21,7 @@ class GradientSums:
     def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
         names = set(wanted)
         self._waiting = {n: p for n, p in named(model).items() if n in names}
+        self._others = is_sharded(model)
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
@@ -58,9 +59,10 @@ class GradientSums:
         names = set(self._waiting).intersection(*fresh)
         grads = {n: self._waiting[n].grad for n in names if self._waiting[n].requires_grad}
         given = {n: _dense(g) for n, g in grads.items() if g is not None and bool(_dense(g).any())}
-        missing = dict.fromkeys(
-            given.keys() - self._sums.keys(), "has a gradient but its layer was never captured"
-        )
+        unseen = (
+            set() if self._others else given.keys() - self._sums.keys()
+        )  # it may be that of other processes
+        missing = dict.fromkeys(unseen, "has a gradient but its layer was never captured")
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
         unread = {n for n, g in given.items() if not bool(g.isfinite().all())}
         seen = (grads.keys() & self._sums.keys()) - unread
