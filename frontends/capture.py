@@ -398,7 +398,8 @@ def capture(
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
-            Once, check that rows of layers are examples (two forwards in eval mode without gradient; one process).
+            Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
+            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed.
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small

@@ -5,8 +5,9 @@ processes of a job must reach these points, in the same order:
 
     capture, live    of a model whose parameters are spread over processes (FSDP1, FSDP2), and of no other one, at every
                      outermost call of it with gradients on: is the model to be asked where examples lie (2 numbers:
-                     `least`, `most`), and the fingerprint (2 numbers a tensor).  Under FSDP such a call waits for the
-                     other processes anyway.  Nothing is exchanged in backward, at optimizer steps or on leaving.
+                     `least`), and the fingerprint (2 numbers a tensor).  Under FSDP such a call waits for the other
+                     processes anyway.  Nothing is exchanged in backward, at optimizer steps, on entering or leaving;
+                     but all processes enter, pause and leave a capture around the same calls.
     live             of such a model: does any process have a batch left (`in_step`), at every batch.
     fits             with ``ranks=processes()``: once after each pass over the data.
     gather_scores    once.
@@ -157,20 +158,11 @@ def _outline(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def least(value: int) -> int:
-    """The smallest of all processes' values."""
-    return _agreed(value, dist.ReduceOp.MIN)
-
-
-def most(value: int) -> int:
-    """The largest of all processes' values."""
-    return _agreed(value, dist.ReduceOp.MAX)
-
-
-def _agreed(value: int, how: dist.ReduceOp.RedOpType) -> int:
-    held = torch.tensor(value, device=exchange_device())
-    dist.all_reduce(held, how)
-    return int(held)
+def least(*values: int) -> list[int]:
+    """The smallest of all processes' values, of each of several."""
+    held = torch.tensor(values, device=exchange_device())
+    dist.all_reduce(held, dist.ReduceOp.MIN)
+    return held.tolist()
 
 
 def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
@@ -181,12 +173,12 @@ def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """
     coming = iter(batches)
     batch = next(coming, None)
-    if not least(int(batch is not None)):
+    if least(int(batch is not None)) == [0]:
         raise ValueError(
             "live: a process has no batch, but its share of the parameters is needed. Deal it one."
         )
     again, mine = batch, True
-    while most(int(mine)):
+    while least(int(not mine)) == [0]:
         assert again is not None
         yield again, mine
         batch = next(coming, None) if mine else None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attrax.frontends.asking import Asking, numbered
 from attrax.frontends.coverage import Layer
-from attrax.frontends.distributed import least, most
+from attrax.frontends.distributed import least
 from attrax.frontends.forms import Form, packs, recompute_form, recompute_tensors, rule_form, rule_inputs
 from attrax.frontends.layout import EXAMPLES, FLAT, POSITIONS, SHARED, Layout, is_plain, moved
 from attrax.frontends.passes import Pass, flatten, has_axis
@@ -56,8 +56,8 @@ class Placing:
         It is asked at the first pass, and where a process was in doubt since, if all of them have two examples or more.
         """
         again, run.again = run.again, None
-        several = least(run.rows or 0) > 1
-        if most(int(self._doubts)) and several:
+        rows, settled = least(run.rows or 0, int(not self._doubts))
+        if rows > 1 and not settled:
             run.again, self._doubts = again, False
             self.asking.ask(run)
 

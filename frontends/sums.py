@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from attrax.core import GradTree, Leaf, aggregate, stored
 from attrax.core.leaves import covers, dtype_of
-from attrax.frontends.sharding import named
+from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.verify import distance, mismatches, raise_on
 
 
@@ -21,6 +21,7 @@ class GradientSums:
     def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
         names = set(wanted)
         self._waiting = {n: p for n, p in named(model).items() if n in names}
+        self._own = not (several_processes() and is_sharded(model))  # else a gradient may be that of others
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
@@ -57,14 +58,14 @@ class GradientSums:
         """
         names = set(self._waiting).intersection(*fresh)
         grads = {n: self._waiting[n].grad for n in names if self._waiting[n].requires_grad}
-        given = {n: _dense(g) for n, g in grads.items() if g is not None and bool(_dense(g).any())}
-        missing = dict.fromkeys(
-            given.keys() - self._sums.keys(), "has a gradient but its layer was never captured"
-        )
+        dense = {n: _dense(g) for n, g in grads.items() if g is not None}
+        given = {n: g for n, g in dense.items() if bool(g.any())}
+        unseen = given.keys() - self._sums.keys() if self._own else ()
+        missing = dict.fromkeys(unseen, "has a gradient but its layer was never captured")
         dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
         unread = {n for n, g in given.items() if not bool(g.isfinite().all())}
         seen = (grads.keys() & self._sums.keys()) - unread
-        pairs = {} if several_processes() else {n: distance(self._sums[n], grads[n]) for n in seen}
+        pairs = {} if several_processes() else {n: distance(self._sums[n], dense.get(n)) for n in seen}
         raise_on(missing | mismatches(pairs, dtype, torch.finfo(torch.float32).eps))
         for name in seen if given else ():
             del self._waiting[name]
