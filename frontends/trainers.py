@@ -69,10 +69,10 @@ def _scale(scaler: Any) -> float:
 
 def _accumulated(trainer: Any) -> float:
     """What a Hugging Face trainer divides a loss of the caller's by, over what its scaler multiplies it with."""
-    divides = trainer.compute_loss_func is None and not trainer.model_accepts_loss_kwargs
-    return (trainer.current_gradient_accumulation_steps if divides else 1) / _scale(
-        trainer.accelerator.scaler
-    )
+    whole = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if whole is None:
+        whole = trainer.compute_loss_func is not None or trainer.model_accepts_loss_kwargs
+    return (1 if whole else trainer.current_gradient_accumulation_steps) / _scale(trainer.accelerator.scaler)
 
 
 def _lightning_divisor(trainer: Any) -> float:
