@@ -137,7 +137,11 @@ class Capture:
             run.notes["fresh"] = self._sums.fresh()
         if self._owners is not None and run.rows:
             run.owners = checked(self._owners(run.inputs, run.rows), run.rows)
-            run.packed = places(run.owners) if run.owners.ndim == 2 else None
+            where = places(run.owners)
+            if run.owners.ndim == 2:
+                run.packed = where
+            else:
+                run.notes["together"] = where
 
     def _start(self) -> None:
         self._begun = True
@@ -156,8 +160,8 @@ class Capture:
                     "checkpointing. Use checkpoint(..., use_reentrant=False)."
                 )
             run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
-        if run.owners is not None and run.packed is None:
-            leaf = together(leaf, places(run.owners))
+        if "together" in run.notes:
+            leaf = together(leaf, run.notes["together"])
         run.found["bad"][name] = nonfinite_examples(leaf)
         if self.after_backward:
             run.found["whole"][name] = leaf

@@ -8,7 +8,7 @@ Trainers are told apart by the names of their classes, so that none of them is i
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -79,7 +79,9 @@ def _lightning_divisor(trainer: Any) -> float:
     return trainer.accumulate_grad_batches / _scale(trainer.scaler)
 
 
-def _divided(loss: Declared, divisor: Any, inputs: Mapping[str, Any], examples: int) -> Weights:
+def _divided(
+    loss: Declared, divisor: Callable[[], float], inputs: Mapping[str, Any], examples: int
+) -> Weights:
     c, n = declared_weights(loss, {}, inputs, examples, "causal")
     return None if c is None else c / divisor(), n
 
@@ -230,7 +232,7 @@ def _transformers(opened: Opened) -> Any:
 
 
 def _lightning(opened: Opened) -> Any:
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]
 
     class Capturing(Callback):
         """Opens a capture when training begins."""
