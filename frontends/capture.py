@@ -150,7 +150,11 @@ class Capture:
             run.notes["fresh"] = self._sums.fresh()
         if self._owners is not None and run.rows:
             run.owners = checked(self._owners(run.inputs, run.rows), run.rows)
-            run.packed = places(run.owners) if run.owners.ndim == 2 else None
+            where = places(run.owners)
+            if run.owners.ndim == 2:
+                run.packed = where
+            else:
+                run.notes["together"] = where
 
     def _start(self) -> None:
         self._begun = True
@@ -172,8 +176,8 @@ class Capture:
                 )
             run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
             run.found["directions"] = self.directions
-        if run.owners is not None and run.packed is None:
-            leaf = together(leaf, places(run.owners))
+        if "together" in run.notes:
+            leaf = together(leaf, run.notes["together"])
         run.found["bad"][name] = nonfinite_examples(leaf)
         if self.after_backward:
             run.found["whole"][name] = leaf

@@ -1,7 +1,8 @@
 """Several forward passes of one backward that are of the same examples: one block, in which gradients add up.
 
 Two towers, two views of an input, a model called on a question and on its answer: each call is a pass of its own, and
-an example's gradient is the sum over all of them.
+an example's gradient is the sum over all of them.  Leaves are added as the capture's transform has made them, which is
+right for maps that are linear in the gradient, as all of attrax's are.
 """
 
 import warnings

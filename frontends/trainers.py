@@ -8,7 +8,7 @@ Trainers are told apart by the names of their classes, so that none of them is i
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -69,17 +69,19 @@ def _scale(scaler: Any) -> float:
 
 def _accumulated(trainer: Any) -> float:
     """What a Hugging Face trainer divides a loss of the caller's by, over what its scaler multiplies it with."""
-    divides = trainer.compute_loss_func is None and not trainer.model_accepts_loss_kwargs
-    return (trainer.current_gradient_accumulation_steps if divides else 1) / _scale(
-        trainer.accelerator.scaler
-    )
+    whole = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if whole is None:
+        whole = trainer.compute_loss_func is not None or trainer.model_accepts_loss_kwargs
+    return (1 if whole else trainer.current_gradient_accumulation_steps) / _scale(trainer.accelerator.scaler)
 
 
 def _lightning_divisor(trainer: Any) -> float:
     return trainer.accumulate_grad_batches / _scale(trainer.scaler)
 
 
-def _divided(loss: Declared, divisor: Any, inputs: Mapping[str, Any], examples: int) -> Weights:
+def _divided(
+    loss: Declared, divisor: Callable[[], float], inputs: Mapping[str, Any], examples: int
+) -> Weights:
     c, n = declared_weights(loss, {}, inputs, examples, "causal")
     return None if c is None else c / divisor(), n
 
@@ -230,7 +232,7 @@ def _transformers(opened: Opened) -> Any:
 
 
 def _lightning(opened: Opened) -> Any:
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]
 
     class Capturing(Callback):
         """Opens a capture when training begins."""

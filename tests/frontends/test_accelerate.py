@@ -1,11 +1,17 @@
 """A loop with accelerate inside a capture."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
+
+from attrax.frontends import open_store
 
 from .loops import known
 from .trainers import Check, label_losses, llama, texts, tokenizer, trained_alike
@@ -49,3 +55,23 @@ def test_accelerate(accumulate):
     for block in check.blocks:
         c, n = known(block)
         assert c.tolist() == pytest.approx([1 / (accumulate * int(n.sum()))] * 4)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """torchrun: each captures its own half into one store; all documents are there, in the order of the data."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    for how in ("alone", "watched"):
+        done = subprocess.run(
+            [*program, "-m", "tests.frontends.accelerated", str(tmp_path), how],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        alone, watched = (torch.load(tmp_path / f"{how}{rank}.pt") for how in ("alone", "watched"))
+        assert all(torch.equal(p, q) for p, q in zip(alone, watched, strict=True))
+    seen = [examples for examples, _ in open_store(tmp_path / "store").map(lambda name, leaf, examples: None)]
+    assert len({i for x in seen for i in x.ids}) == 24 and {x.step for x in seen} == {0, 1, 2}

@@ -297,3 +297,20 @@ def test_callbacks_of_unknown_frameworks_and_unknown_trainers():
         trainer_callback("keras")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="builtins.int is not known"):
         trainer_options(3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_trainer(tmp_path):
+    """The trainer compiles the model after the capture was entered: hooks are there, between compiled regions."""
+    torch._dynamo.reset()
+    model, blocks = still(), []
+    made = trainer(model, tmp_path, 1, torch_compile=True, torch_compile_backend="aot_eager")
+    check = Check(still(), label_losses, within=1e-5)
+    with (
+        check.listening(model),
+        capture(model, sinks=[blocks.append], after_backward=[check.backward]) as running,
+    ):
+        made.train()
+    assert running.coverage.share == 1 and len(blocks) == STEPS and check.checked
+    torch._dynamo.reset()

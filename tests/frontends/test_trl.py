@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from attrax.core import Block
-from attrax.frontends import documents, trainer_options
+from attrax.frontends import capture, documents, trainer_options
 from attrax.frontends.trainers import Samples
 
 from .loops import known
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("unchecked"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
+slow = pytest.mark.slow
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "learning_rate": 1e-2,
@@ -46,12 +47,15 @@ def sft(model: Any, path: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"gradient_accumulation_steps": 2, "max_steps": 8},
-        {"gradient_checkpointing": False, "max_steps": 4},
-        {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "max_steps": 4},
+        pytest.param({}, id="defaults"),
+        pytest.param({"gradient_accumulation_steps": 2, "max_steps": 8}, id="accumulating", marks=slow),
+        pytest.param({"gradient_checkpointing": False, "max_steps": 4}, id="no checkpointing", marks=slow),
+        pytest.param(
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "max_steps": 4},
+            id="reentrant",
+            marks=slow,
+        ),
     ],
-    ids=["defaults", "accumulating", "no checkpointing", "reentrant"],
 )
 def test_sft(options, tmp_path):
     """The head is fused with the loss, and activations are checkpointed by default."""
@@ -97,7 +101,10 @@ def one_document(inputs: Any, i: int) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "options",
-    [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 80}],
+    [
+        {"padding_free": True, "max_length": None},
+        pytest.param({"packing": True, "max_length": 80}, marks=slow),
+    ],
     ids=["padding-free", "packing"],
 )
 def test_sft_without_padding(options, tmp_path):
@@ -114,6 +121,7 @@ def test_sft_without_padding(options, tmp_path):
     assert_token_means(check.blocks)
 
 
+@slow
 def test_sft_of_adapters(tmp_path):
     def train(model: Any) -> Any:
         trainer = sft(model, tmp_path, max_steps=4)
@@ -154,7 +162,10 @@ def one_pair(inputs: Any, i: int) -> dict[str, Any]:
     return {k: v[[i, i + half]] for k, v in inputs.items() if isinstance(v, Tensor) and v.ndim == 2}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_steps": 7}], ids=["1", "2"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=slow, id="1"), pytest.param({"gradient_accumulation_steps": 2}, id="2")],
+)
 def test_dpo(options, tmp_path):
     """An example is a pair; the reference model runs within the step. Six batches of four pairs an epoch."""
     reference = llama()
@@ -194,7 +205,9 @@ def grpo(model: Any, path: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "kind", ["dapo", *(pytest.param(k, marks=slow) for k in ("grpo", "bnpo", "dr_grpo"))]
+)
 def test_grpo(kind, tmp_path):
     """Samples are generated within the step; a table beside the gradients says what each was worth."""
     made: list[Samples] = []
@@ -219,3 +232,20 @@ def test_grpo(kind, tmp_path):
     assert [s["id"] for s in rows] == [i for b in check.blocks for i in b.examples.ids]
     assert len({round(s["advantage"], 3) for s in rows}) > 3
     assert [len(s["completion_ids"]) for s in rows] == [n for b in check.blocks for n in known(b)[1].tolist()]
+
+
+def test_generation_within_a_loop_is_not_run_again(rng):
+    """Samples are those drawn without a capture; a prompt as long as the batch leaves a doubt where examples lie."""
+    model, blocks = llama().train(), []
+    ids = torch.randint(3, 31, (4, 4), generator=rng)
+
+    def sample() -> Tensor:
+        torch.manual_seed(2)
+        return model.generate(ids, max_new_tokens=6, do_sample=True, attention_mask=torch.ones_like(ids))
+
+    right = sample()
+    with capture(model, sinks=[blocks.append]):
+        assert torch.equal(sample(), right)
+        model(input_ids=right, labels=right).loss.backward()
+        assert torch.equal(sample(), right)
+    assert len(blocks) == 1
