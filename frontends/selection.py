@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attrax.core import (
     CPU,
@@ -250,13 +251,18 @@ def _following(
             source, checked = Live(event.model, (), loss, selection, wanted), False
         batch, found = with_ids(next(coming)), dict[str, Leaf]()
         with event.capture.paused(), evaluating(event.model):
-            checked = checked or settle(source, batch)
+            checked = checked or _is_sharded(event.model) or settle(source, batch)
             visit = lambda _, leaf, examples: found.update(_mean(leaf, examples.tokens))  # noqa: E731
             run_apart(source, batch, visit, mark)
         known = (mark, found)
         return found
 
     return gradient
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether autograd's gradients are pieces, with which those of whole layers cannot be compared."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _cycled(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
