@@ -78,8 +78,8 @@ MUTATIONS = (
         "counts_of_one_process",
         "removal rescales by what its own process keeps, not by what all keep",
         "frontends/selection.py",
-        "                counts = summed(counts, groups(event, parameters)).cpu()\n",
-        "                counts = counts.cpu()\n",
+        "    counts = summed(_counts(sizes, kept, layers).to(device), over).cpu()\n",
+        "    counts = _counts(sizes, kept, layers)\n",
         (f"{SELECTION}_distributed.py",),
     ),
     Mutation(
