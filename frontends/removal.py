@@ -123,13 +123,13 @@ def change(
 
 
 def _mean(own: Tensor, over: Averaging | None) -> Tensor:
-    return own if over is None else summed(own, [over.group]) / over.group.size()
+    return own if over is None else summed(own.contiguous(), [over.group]) / over.group.size()
 
 
 def _slice(own: Tensor, grad: DTensor) -> Tensor:
     """This process's slice of the mean over processes."""
     mesh = grad.device_mesh
-    total = DTensor.from_local(own, mesh, [Partial()] * mesh.ndim, run_check=False)
+    total = DTensor.from_local(own.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
     return total.redistribute(placements=grad.placements).to_local() / mesh.size()
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attrax.core import (
     CPU,
@@ -46,6 +47,7 @@ from attrax.frontends.rows import with_ids
 
 Rule: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 Leaves: TypeAlias = dict[str, Leaf]
+Window: TypeAlias = dict[str, tuple[float, float, float]]
 SCOPES, DENOMINATORS = ("global", "layer"), ("fixed", "examples", "tokens")
 
 
@@ -130,7 +132,7 @@ def select(
         raise ValueError(f"select: denominator: got {denominator!r}; expected one of {list(DENOMINATORS)}.")
     layer_of = _module if scope == "layer" else lambda _: ""
     target_gradient = _following(target, loss or causal_lm())
-    window: dict[str, tuple[float, float, float]] = {}
+    window: Window = {}
     warned = False
 
     def run(event: BackwardEvent) -> None:
@@ -149,18 +151,7 @@ def select(
                 _decide(block, leaves, query, rule, layer_of, sink)
                 for block, leaves in zip(event.blocks, batches, strict=True)
             ]
-            phi, r = {layer: [1.0] * len(kept) for layer in layers}, dict.fromkeys(layers, 1.0)
-            if denominator != "fixed":
-                sizes = [_sizes(block, denominator) for block in event.blocks]
-                counts = _counts(sizes, kept, layers).to(next(iter(parameters.values())).device)
-                counts = summed(counts, groups(event, parameters)).cpu()
-                if event.spanning and denominator == "tokens":
-                    phi, r = _over_window(counts.sum(0), event, window, layers, len(kept))
-                else:
-                    phi = {
-                        layer: [factor(*pair) for pair in counts[:, i].tolist()]
-                        for i, layer in enumerate(layers)
-                    }
+            phi, r = _factors(event, kept, denominator, layers, groups(event, parameters), window)
             added: dict[str, Tensor] = {}
             for i, leaves in enumerate(batches):
                 for name, leaf in leaves.items():
@@ -250,13 +241,18 @@ def _following(
             source, checked = Live(event.model, (), loss, selection, wanted), False
         batch, found = with_ids(next(coming)), dict[str, Leaf]()
         with event.capture.paused(), evaluating(event.model):
-            checked = checked or settle(source, batch)
+            checked = checked or _is_sharded(event.model) or settle(source, batch)
             visit = lambda _, leaf, examples: found.update(_mean(leaf, examples.tokens))  # noqa: E731
             run_apart(source, batch, visit, mark)
         known = (mark, found)
         return found
 
     return gradient
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether autograd's gradients are pieces, with which those of whole layers cannot be compared."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _cycled(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -362,12 +358,31 @@ def _counts(sizes: Sequence[Tensor], kept: Sequence[Mapping[str, Tensor]], layer
     return counts
 
 
+def _factors(
+    event: BackwardEvent,
+    kept: Sequence[Mapping[str, Tensor]],
+    denominator: str,
+    layers: Sequence[str],
+    over: Sequence[Any],
+    window: Window,
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Phi by layer and batch, and r by layer; see `attrax.frontends.removal`."""
+    if denominator == "fixed":
+        return {layer: [1.0] * len(kept) for layer in layers}, dict.fromkeys(layers, 1.0)
+    sizes = [_sizes(block, denominator) for block in event.blocks]
+    device = next(event.model.parameters()).device
+    counts = summed(_counts(sizes, kept, layers).to(device), over).cpu()
+    if event.spanning and denominator == "tokens":
+        return _over_window(counts.sum(0), event, window, layers)
+    phi = {layer: [factor(*pair) for pair in counts[:, i].tolist()] for i, layer in enumerate(layers)}
+    return phi, dict.fromkeys(layers, 1.0)
+
+
 def _over_window(
     counts: Tensor,
     event: BackwardEvent,
-    window: dict[str, tuple[float, float, float]],
+    window: Window,
     layers: Sequence[str],
-    blocks: int,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Phi and r by layer for a mean over the backwards of a step; `window` holds total, dropped and phi so far."""
     pending = event.averaging is not None and not event.averaging.done
@@ -379,5 +394,5 @@ def _over_window(
             total, dropped = total + before[0], dropped + before[1]
         phi = 1.0 if pending else factor(total, dropped)
         ratios[layer] = 1.0 if before is None else phi / before[2]
-        phis[layer], window[layer] = [phi] * blocks, (total, dropped, phi)
+        phis[layer], window[layer] = [phi] * len(event.blocks), (total, dropped, phi)
     return phis, ratios

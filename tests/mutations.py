@@ -1,6 +1,6 @@
-"""Plant ten classic faults of attribution libraries, one at a time, and see the tests fail.
+"""Plant twelve classic faults of attribution libraries, one at a time, and see the tests fail.
 
-    python tests/mutations.py                     all ten, some minutes
+    python tests/mutations.py                     all of them, some minutes
     python tests/mutations.py --only sign_flip    one of them
     python tests/mutations.py --list              what they are
 
@@ -47,6 +47,7 @@ class Mutation:
 
 
 LAYERS, CASES = "tests/core/test_layers.py", "tests/test_cases"
+SELECTION = "tests/frontends/test_selection"
 MUTATIONS = (
     Mutation(
         "cross_use_terms",
@@ -63,11 +64,31 @@ MUTATIONS = (
     ),
     Mutation(
         "examples_for_tokens",
-        "a token mean is undone by the number of examples instead of tokens (no method here removes an example)",
-        "frontends/normalization.py",
-        "    c = scale.double().cpu() / _denominator(inputs, tokens.sum())\n",
-        "    c = scale.double().cpu() / len(tokens)\n",
-        (f"{CASES}.py::test_k03_b09_gradient_accumulation", "tests/frontends/test_capture.py"),
+        "a token mean whose examples are removed is rescaled by the number of examples instead of tokens",
+        "frontends/selection.py",
+        '    if denominator == "examples":\n',
+        "    if denominator:\n",
+        (
+            f"{SELECTION}.py::test_a_token_mean_counts_the_kept_tokens",
+            f"{SELECTION}.py::test_a_loss_that_is_scaled",
+            f"{SELECTION}.py::test_an_unmodified_trainer",
+        ),
+    ),
+    Mutation(
+        "counts_of_one_process",
+        "removal rescales by what its own process keeps, not by what all keep",
+        "frontends/selection.py",
+        "    counts = summed(_counts(sizes, kept, layers).to(device), over).cpu()\n",
+        "    counts = _counts(sizes, kept, layers)\n",
+        (f"{SELECTION}_distributed.py",),
+    ),
+    Mutation(
+        "removal_after_clipping",
+        "examples are removed when the optimizer steps, from a gradient that was clipped with them in it",
+        "frontends/capture.py",
+        "            for callback in self.after_backward:\n                callback(event)\n",
+        "            self.before_step = (lambda _: [f(event) for f in self.after_backward],)\n",
+        (f"{SELECTION}.py::test_a_loss_that_is_scaled", f"{SELECTION}.py::test_clipping_comes_after"),
     ),
     Mutation(
         "epsilon_outside",

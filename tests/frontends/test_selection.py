@@ -15,10 +15,11 @@ from attrax.frontends import capture, causal_lm, classification, select, selecti
 from attrax.frontends.selection import Decision
 from attrax.methods import drop_fraction, drop_negative, greats
 
-from .llms import in_float64, llm  # noqa: F401
+from .llms import alone, in_float64, llm  # noqa: F401
 from .loops import lm_loss, mean_ce, own_loss, sum_ce
 from .models import MLP, LossLM, classes, documents, seeded
 from .oracle import assert_gradients, flat, one_by_one, row
+from .test_trainer import QUERIES, STEPS, llama, trainer
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 HALF = drop_fraction(0.5)
@@ -430,3 +431,29 @@ def test_what_cannot_be_is_refused(rng):
         running, _ = selecting(model, target, CLASSIFY, rule, {"loss": "sum"}, denominator=denominator)
         with running, pytest.raises(ValueError, match=message):
             sum_ce(model, classes(rng)).backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_unmodified_trainer(accumulate, tmp_path):
+    """Every step's gradient is that of the mean over the loss terms of the documents its window keeps."""
+    model, decisions, steps = llama(), [], []
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+
+    def look(event: Any) -> None:
+        kept = [[int(t) for t in i.split()] for d in decisions if d.step == event.step for i in d.kept]
+        twin = copy.deepcopy(event.model)
+        totals = [causal_lm()(twin, alone(torch.tensor(ids))).sum() for ids in kept]
+        mean = sum(totals) / sum(len(ids) - 1 for ids in kept)
+        steps.append(len(kept))
+        assert_gradients(grads(event.model), backward(twin, lambda: mean), within=2e-5)  # type: ignore[arg-type]
+
+    def ids(inputs: Any) -> list[str]:
+        pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        return [" ".join(str(int(t)) for t in row[mask.bool()]) for row, mask in pairs]
+
+    keep = select(QUERIES, HALF, denominator="tokens", sink=decisions.append)
+    with capture(model, after_backward=[keep], before_step=[look], ids=ids):
+        trainer(model, tmp_path, accumulate).train()
+    assert steps == [accumulate] * STEPS
