@@ -1,6 +1,5 @@
 """Killed writers, several writers, several readers: what was written is there, whole, once, and in data order."""
 
-import json
 import os
 import subprocess
 import sys
