@@ -61,10 +61,15 @@ def block(n: int) -> Block:
     return Block(GradTree(leaves), Examples((str(n),), step=n, fingerprint="p"))
 
 
+def values(name: str, leaf: Any, examples: Examples) -> Any:
+    """The arrays of a leaf, by field."""
+    return leaf
+
+
 def exact(folder: Path, **options: Any) -> list[int]:
     """Numbers of the rows that a store gives back, each of them checked."""
     found: list[int] = []
-    for examples, leaves in open_store(folder, **options).map(lambda _, leaf, __: leaf):
+    for examples, leaves in open_store(folder, **options).map(values):
         for k, n in enumerate(map(int, examples.ids)):
             assert torch.equal(leaves["w"].w[k], rows(n)), n
             assert torch.equal(leaves["fc"].a[k], rows(n)) and torch.equal(leaves["fc"].g[k], rows(n + 1)), n
@@ -185,7 +190,8 @@ def full_disk(where: Path) -> str:
         for n in range(2000):
             try:
                 sink(block(n))
-                errors and sink.flush()
+                if errors:
+                    sink.flush()
             except OSError as error:
                 errors += "still waiting" in str(error)
             if errors == 3:

@@ -10,6 +10,8 @@ bytes it has; the store takes blocks, whose arrays it copies first, because a tr
 Then both are read, first cold (their pages dropped from the page cache, which is checked with mincore where it can be)
 and then warm: the raw files each into fresh memory, the store through `Store.map`, checksums compared, every leaf
 handed out.  The ratio is raw seconds / store seconds, medians over the repetitions; 1 is the speed of the files.
+Processor seconds of the process (user and system) are given beside those of the clock: on a machine with other work,
+the clock mostly counts the turns that others had (`load` says how many wanted to run).
 """
 
 import argparse
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from attrax.core import Block, Examples, GradTree, factorized, materialized
 from attrax.frontends.store import open_store, store
@@ -52,11 +55,11 @@ def blocks(total: int, kind: str) -> list[Block]:
     return found
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that something takes."""
-    start = time.perf_counter()
+def timed(work: Callable[[], object]) -> dict[str, float]:
+    """Seconds that something takes, by the clock and of the processor."""
+    clock, processor = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return {"clock": time.perf_counter() - clock, "processor": time.process_time() - processor}
 
 
 def flushed(path: Path) -> None:
@@ -101,9 +104,7 @@ def write_store(folder: Path, made: list[Block]) -> None:
 def read_store(folder: Path, prefetch: int) -> int:
     """All leaves of all blocks; returns their bytes."""
     source, total = open_store(folder, prefetch=prefetch), 0
-    for _, leaves in source.map(
-        lambda name, leaf, _: sum(x.nbytes for x in torch.utils._pytree.tree_leaves(leaf))
-    ):
+    for _, leaves in source.map(lambda name, leaf, _: sum(x.nbytes for x in tree_leaves(leaf))):
         total += sum(leaves.values())
     return total
 
@@ -119,7 +120,7 @@ def forget(folder: Path) -> None:
 
 def repetition(
     where: Path, made: list[Block], data: memoryview, sizes: list[int], first: int
-) -> dict[str, float]:
+) -> dict[str, dict[str, float]]:
     """Seconds of every part, store and raw in alternating order."""
     both = {
         "store": lambda: write_store(where / "store", made),
@@ -143,17 +144,20 @@ def repetition(
 def measure(where: Path, kind: str, total: int, repetitions: int) -> dict[str, Any]:
     """Medians and ratios for one kind of gradients."""
     made = blocks(total, kind)
-    payload = sum(x.nbytes for b in made for x in torch.utils._pytree.tree_leaves(b.grads))
+    payload = sum(x.nbytes for b in made for x in tree_leaves(b.grads))
     write_store(where / "sizes", made)
     sizes = [path.stat().st_size for path in (where / "sizes").glob("*.shard.h5")]
     data = memoryview(np.random.default_rng(0).bytes(max(sizes)))
-    runs: list[dict[str, float]] = []
+    runs: list[dict[str, dict[str, float]]] = []
     for number in range(repetitions):
         with tempfile.TemporaryDirectory(dir=where) as folder:
             runs.append(repetition(Path(folder), made, data, sizes, number))
-    seconds = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    seconds = {
+        name: {unit: statistics.median(run[name][unit] for run in runs) for unit in ("clock", "processor")}
+        for name in runs[0]
+    }
     ratios = {
-        name: seconds[f"{name.split(' store')[0]} raw"] / value
+        name: {unit: seconds[f"{name.split(' store')[0]} raw"][unit] / x for unit, x in value.items()}
         for name, value in seconds.items()
         if "store" in name
     }
@@ -184,7 +188,7 @@ def main() -> None:
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
-            "load_before": os.getloadavg()[0],
+            "load": os.getloadavg()[0],
             "versions": {name: version(name) for name in ("torch", "h5py", "numpy", "xxhash")},
         },
     }
@@ -192,8 +196,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=asked.where) as folder:
             result[kind] = measure(Path(folder), kind, asked.mib * 2**20, asked.repetitions)
         for name, ratio in result[kind]["raw_seconds_over_store_seconds"].items():
-            rate = result[kind]["file_bytes"] / result[kind]["median_seconds"][name] / 2**20
-            print(f"{kind} {name}: {rate:.0f} MiB/s, {ratio:.2f} of raw", flush=True)
+            rate = result[kind]["file_bytes"] / result[kind]["median_seconds"][name]["clock"] / 2**20
+            both = ", ".join(f"{value:.2f} of raw ({unit})" for unit, value in ratio.items())
+            print(f"{kind} {name}: {rate:.0f} MiB/s, {both}", flush=True)
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -327,6 +327,8 @@ def ranges(starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]) -> Int[
 def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """CPU memory for an array.  It comes from numpy, which asks for huge pages: five times faster to touch first."""
     data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    if not len(data):
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
 
 

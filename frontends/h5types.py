@@ -138,12 +138,12 @@ class NewFile:
         """Read some bytes; those that could not be written are zero."""
         return os.pread(self._descriptor, size, self._at).ljust(size, b"\0")
 
-    def readinto(self, out: memoryview) -> int:
+    def readinto(self, out: Any) -> int:
         """Read into memory."""
         out[:] = self.read(len(out))
         return len(out)
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data: Any) -> int:
         """Write; does nothing after the first error."""
         done = 0
         while done < len(data) and not self._error:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,10 +149,10 @@ def many(folder, count=12) -> Any:
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_reading_ahead_gives_the_same_blocks(tmp_path, monkeypatch, prefetch):
-    monkeypatch.setattr(gather, "WINDOW_BYTES", 1)
+def test_reading_ahead_gives_the_same_blocks(tmp_path, prefetch):
     many(tmp_path)
     source = open_store(tmp_path, prefetch=prefetch, device="cpu")
+    source = replace(source, reading=replace(source.reading, window_bytes=1))
     assert exact(source) == exact(source) == exact(open_store(tmp_path)) == [str(n) for n in range(12)]
     assert not waiting_threads()
 
@@ -174,8 +175,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_iteration():
 
 def test_an_error_ahead_is_raised_in_its_place(tmp_path):
     many(tmp_path, 4)
-    source = open_store(tmp_path, prefetch=2)
-    source = open_store(tmp_path, prefetch=2, block_examples=1)
+    source = open_store(tmp_path)
     windows = gather.Reading(1, None, 2, window_bytes=1)
     victim = sorted(tmp_path.glob("*.shard.h5"))[2]
     victim.unlink()

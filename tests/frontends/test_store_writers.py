@@ -1,6 +1,5 @@
 """Killed writers, several writers, several readers: what was written is there, whole, once, and in data order."""
 
-import json
 import os
 import subprocess
 import sys
@@ -91,33 +90,6 @@ def resume(folder, total, run):
     return open_store(folder)
 """
 
-KILLED_ANYWHERE = """
-def work(folder, say):
-    with store(folder, run="r") as sink:
-        for n in range(200):
-            sink(block(n))
-            if n % 8 == 7:
-                sink.flush()
-                say(n)
-
-random.seed(5)
-flushed = []
-for trial in range(20):
-    folder = Path(sys.argv[1], str(trial))
-    child, reader = in_child(lambda say: work(folder, say))
-    time.sleep(random.uniform(0.0, 0.3))
-    os.kill(child, signal.SIGKILL)
-    last = max(said(child, reader), default=-1)
-    if last >= 0:
-        found = assert_exact(open_store(folder))
-        assert found == [str(n) for n in range(len(found))] and len(found) > last
-    complete = resume(folder, 200, "r")
-    assert assert_exact(complete) == [str(n) for n in range(200)]
-    assert complete.runs == ("r",) and complete.duplicates == 0
-    flushed.append(last)
-print(json.dumps(flushed))
-"""
-
 EXITS_AFTER = """
 def work(folder, last, say):
     sink = store(folder, run="r")
@@ -138,11 +110,6 @@ for last in (5, 16, 17, 100, 199):
         assert sorted(map(int, assert_exact(complete))) == list(range(200))
         assert not complete.missing(map(str, range(200)))
 """
-
-
-def test_a_kill_at_any_moment_loses_only_what_was_waiting(tmp_path):
-    flushed = json.loads(script(FORKED + KILLED_ANYWHERE, tmp_path))
-    assert len(flushed) == 20 and len(set(flushed)) > 3
 
 
 def test_an_exit_without_closing_and_a_resumption(tmp_path):
