@@ -206,7 +206,9 @@ class Queries:
                 g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
                 along = [d.to(x) for d, x in zip(direction.values(), g, strict=True)]
                 rows.append(torch.autograd.grad(g, moving, along, retain_graph=True, materialize_grads=True))
-        return {name: torch.stack(column) for name, column in zip(direction, zip(*rows, strict=True), strict=True)}
+        return {
+            name: torch.stack(column) for name, column in zip(direction, zip(*rows, strict=True), strict=True)
+        }
 
 
 def _joined(about: Examples, examples: Examples) -> Examples:

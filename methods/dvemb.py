@@ -27,13 +27,14 @@ from attrax.core import (
     Scores,
     Source,
     aggregate,
+    covers,
     gram_leaf,
     materialize,
     projected,
     transformed,
 )
-from attrax.core.trajectory import Trajectory
-from attrax.methods.sweep import FisherUnit, Rows, at_the_end, collected, fisher_factor, held, leaf_rate
+from attrax.core.trajectory import Step, Trajectory
+from attrax.methods.sweep import FisherUnit, Rows, at_the_end, collected, fisher_factor, held
 
 Coupling: TypeAlias = Literal["full", "diagonal"]
 ABOUT = {"method": "dvemb", "target": "as_trained", "unit": "loss"}
@@ -111,8 +112,18 @@ def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | 
         blocks = held(seen(trajectory.gradients(number), projection))
         if blocks:
             record = trajectory.step(number)
-            rates = {n: leaf_rate(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()}
+            rates = {n: _rate(record, n, leaf) for block in blocks for n, leaf in block.grads.items()}
             yield Seen(blocks, rates, fisher_factor(blocks, unit))
+
+
+def _rate(record: Step, name: str, leaf: Leaf) -> float:
+    rates = {record.optimizers[n].lr for n in (name, *covers(leaf)) if n in record.optimizers}
+    if len(rates) != 1:
+        raise ValueError(
+            f"dvemb: step {record.step}: leaf '{name}' has learning rates {sorted(rates)}; expected one. Leave it out "
+            "of the selection, or use trajectory_influence."
+        )
+    return rates.pop()
 
 
 def seen(source: Source, projection: LinearMap | None) -> Source:

@@ -65,12 +65,17 @@ def shapley(
             rows.append((block.examples, contracted(block, along, hardware)))
     if not rows:
         raise ValueError("shapley: the run yielded no examples.")
-    about = {"method": "shapley", "order": "1" if hvp is None else "2", "target": "as_trained", "unit": "loss"}
+    about = {
+        "method": "shapley",
+        "order": "1" if hvp is None else "2",
+        "target": "as_trained",
+        "unit": "loss",
+    }
     return scores(torch.cat([v for _, v in rows]), [e for e, _ in rows], ids, about)
 
 
 def _direction(record: Step, blocks: list[Block], queries: Block, hvp: QueryHvp | None) -> Vectors:
-    """lr (v_q - H_q (lr b) / 2) by parameter, the vector that values are inner products with."""
+    """By parameter, lr (v_q - H_q (lr b) / 2): values are inner products with it."""
     v = by_parameter(queries.grads)
     if unknown := [name for name in v if name not in record.optimizers]:
         raise ValueError(f"shapley: step {record.step} knows no learning rate of {unknown[:5]}.")

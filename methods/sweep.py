@@ -14,7 +14,17 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import Block, Examples, GradTree, Hardware, Leaf, Scores, Source, collect, covers, gram, targeted
+from attrax.core import (
+    Block,
+    Examples,
+    GradTree,
+    Hardware,
+    Scores,
+    Source,
+    collect,
+    gram,
+    targeted,
+)
 from attrax.core.adjoint import Moments, Vectors, through_clip, through_step
 from attrax.core.arrange import arranged
 from attrax.core.scores import scores
@@ -166,18 +176,3 @@ def loss_shares(examples: Examples) -> Tensor:
 
 def _tokens(examples: Examples) -> Tensor:
     return torch.ones(len(examples)) if examples.tokens is None else examples.tokens
-
-
-def leaf_rate(record: Step, name: str, leaf: Leaf, operation: str) -> float:
-    """The learning rate of a leaf's parameters at a step.
-
-    Raises:
-        ValueError: If they have none, or several.
-    """
-    rates = {record.optimizers[n].lr for n in (name, *covers(leaf)) if n in record.optimizers}
-    if len(rates) != 1:
-        raise ValueError(
-            f"{operation}: step {record.step}: leaf '{name}' has learning rates {sorted(rates)}; expected one. Leave it "
-            "out of the selection, or use trajectory_influence."
-        )
-    return rates.pop()
