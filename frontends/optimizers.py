@@ -150,7 +150,7 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
-            if (name := names.get(id(p))) not in step.optimizers:
+            if (name := names.get(id(p), "")) not in step.optimizers:
                 continue
             rate = step.optimizers[name].lr
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate

@@ -1,6 +1,5 @@
 """Optimizers read by parameter name: groups, wrappers, state dicts, files of a Trainer."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attrax.core import direction
 from attrax.core.optimizers import step
 from attrax.frontends import (
     decay_groups,
@@ -20,8 +18,6 @@ from attrax.frontends import (
     restore,
 )
 from attrax.frontends.capture import capture
-
-from .oracle import one_by_one
 
 
 class Three(nn.Module):
@@ -143,23 +139,6 @@ def test_parameters_of_other_models_are_left_out() -> None:
 # Saved optimizers.
 
 
-@pytest.mark.parametrize("order", ["abc", "cab"])
-def test_a_file_of_numbers_is_mapped_through_the_groups(order: str) -> None:
-    """Directions from the file are those of the formula, whatever the order of the groups (B77)."""
-    model = three()
-    optimizer = torch.optim.Adam(groups(model, order))
-    train(model, optimizer, 4)
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert list(saved["state"]) == [0, 1, 2]
-    rules, states = read_saved_optimizer(saved, model, "adam", [[f"{n}.weight"] for n in order])
-    for name, g in one_by_one(model, BATCH, loss_of).items():
-        state = optimizer.state[model.get_parameter(name)]
-        b1, b2 = 1 - 0.9**5, 1 - 0.999**5
-        m, v = 0.9 * state["exp_avg"] + 0.1 * g, 0.999 * state["exp_avg_sq"] + 0.001 * g * g
-        right = (m / b1) / ((v / b2).sqrt() + 1e-8)
-        torch.testing.assert_close(direction(rules[name], g, states[name])[0], right, rtol=1e-12, atol=0)
-
-
 def test_names_in_the_file_are_used() -> None:
     model = three()
     optimizer = torch.optim.Adam(reversed(list(model.named_parameters())), lr=0.05)
@@ -179,26 +158,6 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parameter 'weight' of shape \(2, 3\) would get states of shapes"):
         read_saved_optimizer(saved, model, "adam", [["weight"], ["bias"]])
     assert set(read_saved_optimizer(saved, model, "adam", [["bias"], ["weight"]])[0]) == {"weight", "bias"}
-
-
-# Resuming (B79).
-
-
-@pytest.mark.parametrize("kind", ["Adam", "SGD", "NAdam"])
-def test_a_recorded_step_is_taken_up_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """Weights, moments and rates are back: the next steps are those of the run that was not interrupted."""
-    options = {"momentum": 0.9} if kind == "SGD" else {}
-    model = three()
-    optimizer = getattr(torch.optim, kind)(groups(model), lr=0.1, **options)
-    with capture(model, loss="example_mean", trajectory=record(tmp_path)):
-        train(model, optimizer, 4)
-    again = three()
-    later = getattr(torch.optim, kind)(groups(again), lr=0.1, **options)
-    train(again, later, 1)
-    restore(open_trajectory(tmp_path).step(2), again, later)
-    train(again, later, 2)
-    for name, p in model.named_parameters():
-        assert torch.equal(again.get_parameter(name), p)
 
 
 def test_restoring_into_another_optimizer_is_refused(tmp_path: Path) -> None:
