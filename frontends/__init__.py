@@ -22,6 +22,12 @@ from attrax.frontends.optimizers import restore as restore
 from attrax.frontends.packing import packed as packed
 from attrax.frontends.per_token import per_token as per_token
 from attrax.frontends.probe import probe as probe
+from attrax.frontends.replay import replay as replay
+from attrax.frontends.retraining import Recipe as Recipe
+from attrax.frontends.retraining import query_losses as query_losses
+from attrax.frontends.retraining import removal_effects as removal_effects
+from attrax.frontends.retraining import train as train
+from attrax.frontends.retraining import without as without
 from attrax.frontends.states import load_state as load_state
 from attrax.frontends.states import save_state as save_state
 from attrax.frontends.store import Store as Store

@@ -34,7 +34,8 @@ from attrax.core import (
     transformed,
 )
 from attrax.core.trajectory import Step, Trajectory
-from attrax.methods.sweep import FisherUnit, Rows, at_the_end, collected, fisher_factor, held
+from attrax.methods.sweep import Rows, at_the_end, collected, held
+from attrax.methods.weighing import FisherUnit, fisher_factor
 
 Coupling: TypeAlias = Literal["full", "diagonal"]
 ABOUT = {"method": "dvemb", "target": "as_trained", "unit": "loss"}
@@ -55,7 +56,7 @@ def dvemb(
         trajectory: The run.
         query: Query gradients at the end of training.
         coupling: "full" curvature between all layers, or "diagonal": each layer's own only.
-        unit: What a step's loss is a mean over, see `attrax.methods.sweep.fisher_factor`.
+        unit: What a step's loss is a mean over, see `attrax.methods.weighing.fisher_factor`.
         projection: Score in fewer coordinates.
         hardware: Roofline figures and memory budget.
 
@@ -65,6 +66,15 @@ def dvemb(
 
     Raises:
         ValueError: If the run or the queries are empty, their leaves differ, or learning rates or weights are unknown.
+
+    >>> from attrax.core import Blocks, Examples, Optimizer, Recorded, materialized
+    >>> grads = GradTree({"w": materialized("w", torch.tensor([[2.0]]))})
+    >>> block = lambda step, name: Block(grads, Examples((name,), step, weight=torch.ones(1)))
+    >>> sgd = {"w": Optimizer("sgd", {"lr": 0.1})}
+    >>> run = Recorded([Step(0, sgd, {}), Step(1, sgd, {})], [block(0, "a"), block(1, "b")])
+    >>> dvemb(run, Blocks([block(2, "q")])).values
+    tensor([[0.2400],
+            [0.4000]])
     """
     queries = at_the_end(seen(query, projection), "dvemb")
     about = {**ABOUT, "coupling": coupling, "fisher": unit}

@@ -30,7 +30,7 @@ def agreement(scores: Scores, effects: Scores) -> Float[Tensor, " Q"]:
 
     >>> scores = Scores(torch.tensor([[1.0], [2.0], [3.0]]), ("a", "b", "c"), ("q",))
     >>> effects = Scores(torch.tensor([[0.1], [0.3]]), ("c", "b"), ("q",))
-    >>> agreement(scores, effects)
+    >>> agreement(scores, effects).round(decimals=6)
     tensor([-1.], dtype=torch.float64)
     """
     pairs = _aligned(scores, effects)
@@ -73,7 +73,7 @@ def lds(scores: Scores, subsets: Mapping[str, Sequence[str]], losses: Scores) ->
 
     >>> scores = Scores(torch.tensor([[1.0], [2.0], [4.0]]), ("a", "b", "c"), ("q",))
     >>> losses = Scores(torch.tensor([[0.9], [0.5]]), ("m", "n"), ("q",))
-    >>> lds(scores, {"m": ["a", "b"], "n": ["b", "c"]}, losses)
+    >>> lds(scores, {"m": ["a", "b"], "n": ["b", "c"]}, losses).round(decimals=6)
     tensor([1.], dtype=torch.float64)
     """
     better = Scores(-losses.values, losses.ids, losses.query_ids)
@@ -97,8 +97,9 @@ def random_subsets(
             f"random_subsets: a fraction of {fraction} of {len(ids)} examples is {size} of them."
         )
     gen = Generator().manual_seed(seed)
+    names = tuple(ids)
     draws = [torch.randperm(len(ids), generator=gen)[:size].sort().values.tolist() for _ in range(count)]
-    return {f"subset-{k}": tuple(ids[i] for i in draw) for k, draw in enumerate(draws)}
+    return {f"subset-{k}": tuple(names[i] for i in draw) for k, draw in enumerate(draws)}
 
 
 def bootstrap(

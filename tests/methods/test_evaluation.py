@@ -51,7 +51,7 @@ def test_agreement_is_a_correlation_for_each_query():
 def test_uses_of_an_example_add_up():
     scores = Scores(torch.tensor([[1.0], [2.0], [3.0], [-9.0]]), ("a", "b", "c", "b"), ("q",), (0, 0, 1, 1))
     effects = Scores(torch.tensor([[2.0], [1.0], [3.0]]), ("a", "b", "c"), ("q",))
-    assert agreement(scores, effects).tolist() == [1.0]
+    assert agreement(scores, effects).tolist() == pytest.approx([1.0])
     assert group_scores(scores, {"ab": ["a", "b"], "c": ["c"]}).values.flatten().tolist() == [-6.0, 3.0]
 
 
@@ -62,7 +62,7 @@ def test_subsets_with_higher_sums_have_lower_losses():
     assert all(tuple(sorted(x, key=scores.ids.index)) == x for x in subsets.values())
     sums = torch.stack([scores.in_order(x).values.sum(0) for x in subsets.values()])
     losses = Scores(2 - 3 * sums, tuple(subsets), scores.query_ids)
-    assert lds(scores, subsets, losses).tolist() == [1.0, 1.0]
+    assert lds(scores, subsets, losses).tolist() == pytest.approx([1.0, 1.0])
     noisy = replace(losses, values=losses.values + 3 * normal(gen, *losses.values.shape))
     expected = [stats.spearmanr(x, -y).statistic for x, y in zip(sums.T, noisy.values.T, strict=True)]
     assert_same(lds(scores, subsets, noisy), torch.tensor(expected))

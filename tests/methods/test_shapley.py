@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attrax.core import Blocks
 from attrax.frontends import functional, live
 from attrax.frontends.replay import replay
 from attrax.methods.shapley import shapley
+from attrax.methods.tracin import tracin
 
 from ..core.dense import assert_same
 from ..core.toys import refused
@@ -82,6 +84,14 @@ def test_values_of_a_step_add_up_to_what_its_batch_did():
     for step in (0, 1):
         rows = torch.tensor([k == step for k in s.steps])
         assert_same(s.values[rows].sum(0), (after[step] - after[step + 1]).detach(), 0.1)
+
+
+def test_first_order_values_are_tracin():
+    """With one learning rate; examples weigh what their step gave them."""
+    r = run(recipe(torch.optim.SGD, lr=0.3, batches=batches(3, (3, 2))))
+    along = replay(r.recipe.model, r.recipe.batches, LOSS, r.trajectory, source=functional)
+    queries = along.queries(QUERIES)
+    assert_same(shapley(along, queries).values, tracin(Blocks(r.trajectory.blocks), queries).values)
 
 
 def test_refusals():
