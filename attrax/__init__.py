@@ -29,6 +29,7 @@ from attrax.core import stored as stored
 from attrax.core import targeted as targeted
 from attrax.core import transformed as transformed
 from attrax.frontends import Directions as Directions
+from attrax.frontends import Recipe as Recipe
 from attrax.frontends import capture as capture
 from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
@@ -50,6 +51,8 @@ from attrax.frontends import read_optimizer as read_optimizer
 from attrax.frontends import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends import read_scores as read_scores
 from attrax.frontends import record as record
+from attrax.frontends import removal_effects as removal_effects
+from attrax.frontends import replay as replay
 from attrax.frontends import restore as restore
 from attrax.frontends import select as select
 from attrax.frontends import selections as selections
@@ -60,9 +63,12 @@ from attrax.frontends import trainer_callback as trainer_callback
 from attrax.frontends import trainer_options as trainer_options
 from attrax.frontends import write_scores as write_scores
 from attrax.methods import Curvature as Curvature
+from attrax.methods import Less as Less
+from attrax.methods import agreement as agreement
 from attrax.methods import average_ranks as average_ranks
 from attrax.methods import drop_fraction as drop_fraction
 from attrax.methods import drop_negative as drop_negative
+from attrax.methods import dvemb as dvemb
 from attrax.methods import ekfac as ekfac
 from attrax.methods import fit_ekfac as fit_ekfac
 from attrax.methods import fit_kfac as fit_kfac
@@ -73,14 +79,20 @@ from attrax.methods import greats as greats
 from attrax.methods import influence as influence
 from attrax.methods import keep_top as keep_top
 from attrax.methods import kfac as kfac
+from attrax.methods import lds as lds
+from attrax.methods import less as less
+from attrax.methods import less_checkpoints as less_checkpoints
 from attrax.methods import logra as logra
+from attrax.methods import magic as magic
 from attrax.methods import preconditioned as preconditioned
 from attrax.methods import recall_at as recall_at
 from attrax.methods import score_logra as score_logra
 from attrax.methods import self_influence as self_influence
+from attrax.methods import shapley as shapley
 from attrax.methods import spearman as spearman
 from attrax.methods import tracin as tracin
 from attrax.methods import tracin_checkpoints as tracin_checkpoints
+from attrax.methods import trajectory_influence as trajectory_influence
 
 __version__ = "0.1.0"
 

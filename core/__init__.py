@@ -8,6 +8,8 @@ from attrax.core.algebra import split_groups as split_groups
 from attrax.core.algebra import take as take
 from attrax.core.algebra import trim_rows as trim_rows
 from attrax.core.algebra import unstack as unstack
+from attrax.core.arrange import arranged as arranged
+from attrax.core.arrange import by_parameter as by_parameter
 from attrax.core.contract import CPU as CPU
 from attrax.core.contract import Hardware as Hardware
 from attrax.core.contract import Plan as Plan

@@ -62,7 +62,7 @@ def through_step(
     before: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, U in parameters.items():
-        derivatives = _derivatives(record, name)
+        derivatives = _derivatives(record, name, U.device)
         given = {_THETA: U, **states.get(name, {})}
         pulled: dict[str, Tensor] = {}
         for result, by_operand in derivatives.items():
@@ -90,7 +90,7 @@ def through_clip(clip: Clip, gradients: Vectors, rho: Vectors) -> dict[str, Tens
     if clip.coefficient >= 1:
         return dict(rho)
     c = clip.coefficient
-    unclipped = {name: gradients[name] / c for name in rho}
+    unclipped = {name: gradients[name].to(r) / c for name, r in rho.items()}
     along = torch.stack([r.flatten(1) @ unclipped[name].flatten() for name, r in rho.items()]).sum(0)
     along = along / (clip.norm * (clip.norm + _DELTA))
     return {n: c * (r - along.reshape(-1, *[1] * (r.ndim - 1)) * unclipped[n]) for n, r in rho.items()}
@@ -125,11 +125,11 @@ def _operands(record: Step, name: str) -> tuple[Tensor, Tensor]:
     return g, torch.zeros_like(g)
 
 
-def _derivatives(record: Step, name: str) -> dict[str, dict[str, Tensor]]:
+def _derivatives(record: Step, name: str, device: torch.device) -> dict[str, dict[str, Tensor]]:
     """The derivative of every result in every operand, coordinate by coordinate, where it is not zero."""
-    g, theta = _operands(record, name)
+    g, theta = (x.to(device) for x in _operands(record, name))
     recorded = record.states.get(name, {})
-    moving = {k: x.to(g.dtype) for k, x in recorded.items() if _is_moment(k, x, g)}
+    moving = {k: x.to(g) for k, x in recorded.items() if _is_moment(k, x, g)}
     fixed = {k: x for k, x in recorded.items() if k not in moving}
 
     def move(operands: dict[str, Tensor]) -> dict[str, Tensor]:

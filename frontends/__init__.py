@@ -26,6 +26,12 @@ from attrax.frontends.owners import stacked as stacked
 from attrax.frontends.packing import packed as packed
 from attrax.frontends.per_token import per_token as per_token
 from attrax.frontends.probe import probe as probe
+from attrax.frontends.replay import replay as replay
+from attrax.frontends.retraining import Recipe as Recipe
+from attrax.frontends.retraining import query_losses as query_losses
+from attrax.frontends.retraining import removal_effects as removal_effects
+from attrax.frontends.retraining import train as train
+from attrax.frontends.retraining import without as without
 from attrax.frontends.selection import Decision as Decision
 from attrax.frontends.selection import select as select
 from attrax.frontends.selection import selections as selections

@@ -226,7 +226,7 @@ def placed(model: nn.Module, values: Vectors) -> Iterator[None]:
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> before = layer.weight.detach().clone()
     >>> with placed(layer, {"weight": torch.zeros(1, 1)}):
-    ...     float(layer(torch.ones(1)))
+    ...     layer(torch.ones(1)).item()
     0.0
     >>> bool((layer.weight == before).all())
     True
@@ -257,7 +257,7 @@ def replay(
 
     Args:
         model: The model, without dropout or batch statistics; its own values do not matter and do not change.
-        batches: The micro-batches of every step.
+        batches: The micro-batches of every step; ``example_ids`` name their examples, else content hashes do.
         loss: ``(model, batch) -> [B]`` summed loss per example.
         trajectory: The recorded steps.  `magic` needs optimizers and clipping of all, parameters and states of some.
         reduction: How a step's loss weighs its examples, see `attrax.frontends.retraining.Recipe`.

@@ -27,13 +27,15 @@ from attrax.core import (
     Scores,
     Source,
     aggregate,
+    covers,
     gram_leaf,
     materialize,
     projected,
     transformed,
 )
-from attrax.core.trajectory import Trajectory
-from attrax.methods.sweep import FisherUnit, Rows, at_the_end, collected, fisher_factor, held, leaf_rate
+from attrax.core.trajectory import Step, Trajectory
+from attrax.methods.sweep import Rows, at_the_end, collected, held
+from attrax.methods.weighing import FisherUnit, fisher_factor
 
 Coupling: TypeAlias = Literal["full", "diagonal"]
 ABOUT = {"method": "dvemb", "target": "as_trained", "unit": "loss"}
@@ -54,7 +56,7 @@ def dvemb(
         trajectory: The run.
         query: Query gradients at the end of training.
         coupling: "full" curvature between all layers, or "diagonal": each layer's own only.
-        unit: What a step's loss is a mean over, see `attrax.methods.sweep.fisher_factor`.
+        unit: What a step's loss is a mean over, see `attrax.methods.weighing.fisher_factor`.
         projection: Score in fewer coordinates.
         hardware: Roofline figures and memory budget.
 
@@ -64,6 +66,15 @@ def dvemb(
 
     Raises:
         ValueError: If the run or the queries are empty, their leaves differ, or learning rates or weights are unknown.
+
+    >>> from attrax.core import Blocks, Examples, Optimizer, Recorded, materialized
+    >>> grads = GradTree({"w": materialized("w", torch.tensor([[2.0]]))})
+    >>> block = lambda step, name: Block(grads, Examples((name,), step, weight=torch.ones(1)))
+    >>> sgd = {"w": Optimizer("sgd", {"lr": 0.1})}
+    >>> run = Recorded([Step(0, sgd, {}), Step(1, sgd, {})], [block(0, "a"), block(1, "b")])
+    >>> dvemb(run, Blocks([block(2, "q")])).values
+    tensor([[0.2400],
+            [0.4000]])
     """
     queries = at_the_end(seen(query, projection), "dvemb")
     about = {**ABOUT, "coupling": coupling, "fisher": unit}
@@ -111,10 +122,18 @@ def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | 
         blocks = held(seen(trajectory.gradients(number), projection))
         if blocks:
             record = trajectory.step(number)
-            rates = {
-                n: leaf_rate(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()
-            }
+            rates = {n: _rate(record, n, leaf) for block in blocks for n, leaf in block.grads.items()}
             yield Seen(blocks, rates, fisher_factor(blocks, unit))
+
+
+def _rate(record: Step, name: str, leaf: Leaf) -> float:
+    rates = {record.optimizers[n].lr for n in (name, *covers(leaf)) if n in record.optimizers}
+    if len(rates) != 1:
+        raise ValueError(
+            f"dvemb: step {record.step}: leaf '{name}' has learning rates {sorted(rates)}; expected one. Leave it out "
+            "of the selection, or use trajectory_influence."
+        )
+    return rates.pop()
 
 
 def seen(source: Source, projection: LinearMap | None) -> Source:

@@ -27,7 +27,8 @@ from attrax.core.dense import flattened
 from attrax.core.trajectory import Trajectory
 from attrax.methods.dvemb import ABOUT, Coupling, backwards, is_diagonal, seen
 from attrax.methods.pairwise import pairwise
-from attrax.methods.sweep import FisherUnit, at_the_end
+from attrax.methods.sweep import at_the_end
+from attrax.methods.weighing import FisherUnit
 
 
 def dvemb_embeddings(

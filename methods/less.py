@@ -10,63 +10,176 @@ Variants: "torch" takes the optimizer's own rule; "official" that of the release
 correction, and weights that add up to one.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
 
 from attrax.core import (
     CPU,
+    Examples,
     Hardware,
+    Leaf,
     LinearMap,
     Scores,
+    Source,
     Target,
+    collect,
+    directed,
+    gram_leaf,
+    norms,
+    projected,
+    sq_norms_leaf,
+    targeted,
+    transformed,
 )
-from attrax.core.trajectory import Trajectory
+from attrax.core.optimizers import Optimizer
+from attrax.core.scores import scores
+from attrax.core.source import one_fingerprint, row_sums
+from attrax.core.trajectory import Step, Trajectory
 from attrax.methods.tracin import Stepped
 
 Variant: TypeAlias = Literal["torch", "official"]
 
 
-def less(
-    trajectory: Trajectory,
-    query: Stepped,
-    *,
-    variant: Variant = "torch",
-    target: Target = "mean",
-    centered: bool = False,
-    projection: LinearMap | None = None,
-    hardware: Hardware = CPU,
-) -> Scores:
-    """LESS along a run: every use of an example at the parameters and the optimizer state before that step.
+@dataclass(frozen=True)
+class Less:
+    """What is compared.
+
+    Attributes:
+        variant: See the module.
+        target: Scale of the train gradients, on which directions depend.
+        centered: Leave out the direction of the momentum, which all examples share.
+        projection: Applied to directions and query gradients.
+        hardware: Roofline figures and memory budget.
+    """
+
+    variant: Variant = "torch"
+    target: Target = "mean"
+    centered: bool = False
+    projection: LinearMap | None = None
+    hardware: Hardware = CPU
+
+
+def less(trajectory: Trajectory, query: Stepped, how: Less = Less()) -> Scores:
+    """LESS along a run: every use of an example at the parameters and optimizer state before that step.
 
     Args:
         trajectory: The run, with optimizer states.
         query: Query gradients at the steps of the run, before each step.
-        variant: See the module.
-        target: Scale of the train gradients: directions depend on it.
-        centered: Leave out the direction of the momentum, which all examples share.
-        projection: Applied to directions and query gradients.
-        hardware: Roofline figures and memory budget.
+        how: Variant and options.
 
     Returns:
-        Scores [rows, Q], one row per (example, step); higher = more helpful.  A mean over steps of cosines, weighed
-        by learning rates ("torch": not normalized).
+        Scores [rows, Q], one row per (example, step); higher = more helpful.
 
     Raises:
         ValueError: If a step has no query gradients, its parameters differ, or there are several learning rates.
     """
-    missing = sorted(set(trajectory.steps) - set(query.steps()))
-    if missing:
+    if missing := sorted(set(trajectory.steps) - set(query.steps())):
         raise ValueError(f"less: no query gradients at steps {missing[:5]}; record them at every step.")
+    records = [trajectory.step(number) for number in trajectory.steps]
     parts = [
-        _weighed(
-            trajectory.gradients(k),
-            query.at(k),
-            trajectory.step(k),
-            variant,
-            target,
-            centered,
-            projection,
-            hardware,
-        )
-        for k in trajectory.steps
+        _cosines(trajectory.gradients(record.step), query.at(record.step), record, rate, how)
+        for record, rate in zip(records, _rates(records, None, how.variant), strict=True)
     ]
-    return parts
+    rows = [row for part, _ in parts for row in part]
+    if not rows:
+        raise ValueError("less: the run yielded no examples.")
+    if len({ids for _, ids in parts}) > 1:
+        raise ValueError("less: the queries differ between steps.")
+    return scores(torch.cat([v for _, v in rows]), [e for e, _ in rows], parts[0][1], _about(how))
+
+
+def less_checkpoints(
+    checkpoints: Iterable[tuple[Source, Source, Step]],
+    how: Less = Less(),
+    *,
+    learning_rates: Sequence[float] | None = None,
+) -> Scores:
+    """LESS over saved checkpoints.
+
+    Args:
+        checkpoints: (train source, query source, optimizer kind and state there) per checkpoint.
+        how: Variant and options.
+        learning_rates: w_k, the mean learning rate of each checkpoint's epoch; those of the steps if omitted.
+
+    Returns:
+        Scores [N, Q], summed over checkpoints; higher = more helpful.
+
+    Raises:
+        ValueError: If there is no checkpoint, or examples or queries differ between checkpoints.
+    """
+    given = list(checkpoints)
+    rates = _rates([record for *_, record in given], learning_rates, how.variant)
+    total: Scores | None = None
+    for (train, query, record), rate in zip(given, rates, strict=True):
+        rows, ids = _cosines(train, query, record, rate, how)
+        one = scores(torch.cat([v for _, v in rows]), [e for e, _ in rows], ids, _about(how))
+        if total is None:
+            total = replace(one, steps=(), micros=())
+        elif (one.ids, one.query_ids) != (total.ids, total.query_ids):
+            raise ValueError("less_checkpoints: examples or queries differ between checkpoints.")
+        else:
+            total = replace(total, values=total.values + one.values)
+    if total is None:
+        raise ValueError("less_checkpoints: no checkpoints given.")
+    return total
+
+
+def _cosines(
+    train: Source, query: Source, record: Step, rate: float, how: Less
+) -> tuple[list[tuple[Examples, Tensor]], tuple[str, ...]]:
+    """w_k cos(...) of every block, and the ids of the queries."""
+
+    def seen(source: Source) -> Source:
+        return source if how.projection is None else transformed(source, projected(how.projection))
+
+    def measure(name: str, leaf: Leaf, _: Examples) -> Tensor:
+        if name not in queries.grads:
+            raise ValueError(
+                f"less: train leaf '{name}' has no query gradient; capture both with one selection."
+            )
+        dots = gram_leaf(leaf, queries.grads[name], name=name, hardware=how.hardware)
+        return torch.cat([dots, sq_norms_leaf(leaf, name=name, hardware=how.hardware).unsqueeze(1)], 1)
+
+    queries = collect(seen(query), operation="less")
+    rules = {name: _rule(o, how.variant) for name, o in record.optimizers.items()}
+    moves = transformed(targeted(train, how.target), directed(rules, record.states, centered=how.centered))
+    lengths = norms(queries.grads, hardware=how.hardware)
+    rows: list[tuple[Examples, Tensor]] = []
+    for examples, value in row_sums(measure, seen(moves)):
+        one_fingerprint(queries.examples.fingerprint, examples, "less")
+        if value is not None and len(examples):
+            scale = value[:, -1:].clamp_min(0).sqrt() * lengths
+            cosines = torch.where(
+                scale > 0, value[:, :-1] / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0.0
+            )
+            rows.append((examples, rate * cosines))
+    return rows, queries.examples.ids
+
+
+def _rule(optimizer: Optimizer, variant: Variant) -> Optimizer:
+    if variant == "official" and optimizer.kind in ("adam", "adamw"):
+        return replace(optimizer, kind="less")
+    return optimizer
+
+
+def _rates(records: Sequence[Step], given: Sequence[float] | None, variant: Variant) -> list[float]:
+    if variant not in ("torch", "official"):
+        raise ValueError(f"less: variant: got {variant!r}; expected 'torch' or 'official'.")
+    found: list[float] = list(given or ())
+    for record in records if given is None else ():
+        rates = {o.lr for o in record.optimizers.values()}
+        if len(rates) != 1:
+            raise ValueError(
+                f"less: step {record.step} has learning rates {sorted(rates)}; expected one. Use less_checkpoints with "
+                "learning_rates=."
+            )
+        found += rates
+    return found if variant == "torch" else [rate / sum(found) for rate in found]
+
+
+def _about(how: Less) -> dict[str, str]:
+    return {"method": "less", "variant": how.variant, "target": how.target, "unit": "learning rate x cosine"}

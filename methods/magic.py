@@ -16,7 +16,8 @@ from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.optimizers import step
 from attrax.core.trajectory import Step, Trajectory
-from attrax.methods.sweep import Removal, Rows, at_the_end, collected, removed, sweep
+from attrax.methods.sweep import Rows, at_the_end, collected, sweep
+from attrax.methods.weighing import Removal, removed
 
 
 @runtime_checkable

@@ -75,7 +75,7 @@ def shapley(
 
 
 def _direction(record: Step, blocks: list[Block], queries: Block, hvp: QueryHvp | None) -> Vectors:
-    """Lr (v_q - H_q (lr b) / 2) by parameter, the vector that values are inner products with."""
+    """By parameter, lr (v_q - H_q (lr b) / 2): values are inner products with it."""
     v = by_parameter(queries.grads)
     if unknown := [name for name in v if name not in record.optimizers]:
         raise ValueError(f"shapley: step {record.step} knows no learning rate of {unknown[:5]}.")

@@ -24,19 +24,8 @@ from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.trajectory import Step, Trajectory
 from attrax.methods.masked import masked_run
-from attrax.methods.sweep import (
-    FisherUnit,
-    Removal,
-    Respond,
-    Rows,
-    at_the_end,
-    collected,
-    contracted,
-    fisher_factor,
-    held,
-    removed,
-    sweep,
-)
+from attrax.methods.sweep import Respond, Rows, at_the_end, collected, contracted, held, sweep
+from attrax.methods.weighing import FisherUnit, Removal, fisher_factor, removed
 
 Hvp: TypeAlias = Callable[[int, Vectors], Vectors]
 """``(step, vectors [Q, *shape] by parameter) -> H times them``, H the Hessian of the step's loss as trained."""
@@ -58,7 +47,7 @@ def trajectory_influence(
         trajectory: The run, with optimizer states and clipping; steps without gradients get theirs from the examples.
         query: Query gradients at the end of training, of parameters that every step holds.
         curvature: "fisher", or a function that multiplies with the Hessian of a step's loss.
-        unit: What a step's loss is a mean over, see `attrax.methods.sweep.fisher_factor`.
+        unit: What a step's loss is a mean over, see `attrax.methods.weighing.fisher_factor`.
         removal: "fixed" keeps the denominator of the batch; "example_mean" and "token_mean" renormalize it.
         masks: Score in these coordinates only, with scale "none"; the mean over masks (see `disjoint_masks`).
         hardware: Roofline figures and memory budget.
@@ -70,6 +59,15 @@ def trajectory_influence(
     Raises:
         ValueError: If the run or the queries are empty, their parameters differ, or something that is needed was not
             recorded: moments and hyperparameters, clipping, loss weights (for the Fisher matrix).
+
+    >>> from attrax.core import Block, Blocks, Clip, Examples, GradTree, Optimizer, Recorded, Step, materialized
+    >>> grads = GradTree({"w": materialized("w", torch.tensor([[3.0, -1.0]]))})
+    >>> adam = Optimizer("adam", {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1.0})
+    >>> record = Step(0, {"w": adam}, {}, {"w": torch.tensor([3.0, -1.0])}, clip=Clip(1.0, 3.2))
+    >>> run = Recorded([record], [Block(grads, Examples(("a",), weight=torch.ones(1)))])
+    >>> query = Blocks([Block(grads, Examples(("q",), fingerprint="end", weight=torch.ones(1)))])
+    >>> trajectory_influence(run, query).values
+    tensor([[0.0812]])
     """
     if masks and curvature != "fisher":
         raise ValueError("trajectory_influence: masks= go with curvature='fisher'; a Hessian is not masked.")

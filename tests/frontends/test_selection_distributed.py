@@ -12,8 +12,8 @@ from torch import Tensor, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attrax.frontends import capture, select
-from attrax.frontends.fingerprints import whole
 from attrax.frontends.selection import Decision
+from attrax.frontends.sharding import whole
 from attrax.methods import drop_fraction
 
 from .oracle import assert_gradients

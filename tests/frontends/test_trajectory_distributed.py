@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import multiprocessing, nn
 
 from attrax.frontends import capture, open_trajectory, record, store
-from attrax.frontends.fingerprints import whole
+from attrax.frontends.sharding import whole
 
 from .test_distributed import KINDS, PER_STEP, RANKS, STEPS, examples, network, rows_of
 from .test_trajectory import assert_adds_up, assert_replays

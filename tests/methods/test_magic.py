@@ -57,6 +57,13 @@ MADE: dict[str, Run] = {}
 SCORED: dict[str, Scores] = {}
 
 
+@pytest.fixture(autouse=True)
+def quick():
+    """Without the run-time type checker, whose cost is most of a small run's."""
+    with unchecked():
+        yield
+
+
 def made(name: str) -> Run:
     if name not in MADE:
         MADE[name] = run(recipe(**RUNS[name]))
@@ -89,8 +96,7 @@ def differences(r: Run, key: tuple[str, int], h: float = 1e-4) -> Tensor:
         up, down = (r.losses(lambda i, s, d=d: 1.0 + d if (i, s) == key else 1.0) for d in (h, -h))
         return (up - down) / (2 * h)
 
-    with unchecked():
-        return -(4 * slope(h) - slope(2 * h)) / 3
+    return -(4 * slope(h) - slope(2 * h)) / 3
 
 
 @pytest.mark.parametrize("name", RUNS)

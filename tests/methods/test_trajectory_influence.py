@@ -13,8 +13,8 @@ from attrax.core import Block, Examples, GradTree, Mask, coordinates, disjoint_m
 from attrax.core.trajectory import Recorded
 from attrax.frontends import functional, live
 from attrax.frontends.replay import replay
-from attrax.methods.sweep import fisher_factor
 from attrax.methods.trajectory_influence import trajectory_influence
+from attrax.methods.weighing import fisher_factor
 
 from ..core.dense import assert_same
 from ..core.toys import generator, normal, refused
