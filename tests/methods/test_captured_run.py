@@ -68,9 +68,9 @@ def test_a_recorded_loop(tmp_path):
     assert (exact.steps, exact.micros) == (same_hessian.steps, same_hessian.micros)
 
     def losses(w: float) -> torch.Tensor:
-        weigh = lambda step, micro: (
-            torch.tensor([1, w, 1], dtype=torch.float64) if (step, micro) == (1, 1) else 1
-        )
+        def weigh(step, micro):
+            return torch.tensor([1, w, 1], dtype=torch.float64) if (step, micro) == (1, 1) else 1
+
         return LOSS(trained(net(), weigh), QUERIES[0]).detach()
 
     slope = (losses(1 + 1e-4) - losses(1 - 1e-4)) / 2e-4
