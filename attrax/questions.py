@@ -4,7 +4,6 @@ A query record may name the train examples that are its known sources in a colum
 Then the method is compared with BM25 on the same texts and with chance.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from attrax.config import Config
 from attrax.core import Scores
+from attrax.frontends import baselines
 from attrax.frontends.tablefiles import descending_ranks
 from attrax.frontends.tokens import Form, aim_of, parts_of
 from attrax.pipeline import Inputs, Result, Track, token_shares
@@ -177,19 +177,17 @@ def _retrieval(
 
 def bm25(config: Config, inputs: Inputs, scores: Scores) -> Scores | None:
     """BM25 of the queries' words (prompt and answer) in the train texts; None if rank_bm25 is not installed."""
+
+    def texts(records: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str, str]:
+        place = {record["id"]: record for record in records}
+        return {name: " ".join(parts_of(place[name], config.form)) for name in ids}
+
     try:
-        from rank_bm25 import BM25Okapi
+        return baselines.bm25(
+            texts(inputs.train_records, scores.ids), texts(inputs.query_records, scores.query_ids)
+        )
     except ImportError:
         return None
-
-    def words(records: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> list[list[str]]:
-        place = {record["id"]: record for record in records}
-        return [re.findall(r"\w+", " ".join(parts_of(place[name], config.form)).lower()) for name in ids]
-
-    index = BM25Okapi(words(inputs.train_records, scores.ids))
-    columns = [index.get_scores(query) for query in words(inputs.query_records, scores.query_ids)]
-    values = torch.stack([torch.as_tensor(column, dtype=torch.float64) for column in columns], 1)
-    return Scores(values, scores.ids, scores.query_ids, about={"method": "bm25"})
 
 
 def _facts(config: Config, inputs: Inputs, result: Result) -> tuple[tuple[str, str], ...]:
