@@ -94,6 +94,12 @@ def _sweep(
     """Scores of the blocks of every step, last step first."""
     w = materialize(queries.grads, hardware=hardware)
     for step in backwards(trajectory, unit, projection):
+        for block in step.blocks:
+            if differing := sorted(set(block.grads) ^ set(w)):
+                raise ValueError(
+                    f"dvemb: step {block.examples.step}: only the train or only the query gradients hold the leaves "
+                    f"{differing[:5]}. Capture both with one selection."
+                )
         by_leaf = [
             {n: step.rates[n] * gram_leaf(x, w[n], name=n, hardware=hardware) for n, x in block.grads.items()}
             for block in step.blocks
@@ -102,9 +108,7 @@ def _sweep(
         yield [(block.examples, total) for block, total in zip(step.blocks, totals, strict=True)]
         for block, shares, total in zip(step.blocks, by_leaf, totals, strict=True):
             coupled = shares if is_diagonal(coupling) else dict.fromkeys(shares, total)
-            w = GradTree(
-                {n: _minus(x, block, n, step.phi * coupled[n]) if n in coupled else x for n, x in w.items()}
-            )
+            w = GradTree({n: _minus(x, block, n, step.phi * coupled[n]) for n, x in w.items()})
 
 
 @dataclass(frozen=True, eq=False)

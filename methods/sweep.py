@@ -22,6 +22,7 @@ from attrax.core import (
     Scores,
     Source,
     collect,
+    covers,
     gram,
     targeted,
 )
@@ -99,13 +100,12 @@ def contracted(block: Block, rho: Vectors, hardware: Hardware) -> Tensor:
     """<rho_q, ghat_z> for every example of a block [B, Q]: one routed contraction a leaf.
 
     Raises:
-        ValueError: If the block holds a parameter that `rho` does not.
+        ValueError: If the block and `rho` hold different parameters.
     """
-    try:
-        dense = block.grads.map(lambda _, leaf: arranged(leaf, rho))
-    except KeyError as error:
+    if differing := sorted({n for leaf in block.grads.values() for n in covers(leaf)} ^ set(rho)):
         raise ValueError(
-            f"trajectory_influence: step {block.examples.step} holds gradients of {error}, the queries hold none. "
+            f"step {block.examples.step}: only the train or only the query gradients hold {differing[:5]}. "
             "Capture both with one selection."
-        ) from None
+        )
+    dense = block.grads.map(lambda _, leaf: arranged(leaf, rho))
     return gram(block.grads, dense, hardware=hardware)

@@ -75,7 +75,8 @@ def trajectory_influence(
         (trajectory, query)
     ]
     parts = [_influence(run, queries, curvature, unit, removal, hardware) for run, queries in seen]
-    return replace(parts[0], values=torch.stack([part.values for part in parts]).mean(0))
+    about = {**parts[0].about, **{f"mask {k}": mask.basis for k, mask in enumerate(masks)}}
+    return replace(parts[0], values=torch.stack([part.values for part in parts]).mean(0), about=about)
 
 
 def _influence(

@@ -27,6 +27,7 @@ def fisher_factor(blocks: Sequence[Block], unit: FisherUnit) -> float:
     Raises:
         ValueError: If loss weights are unknown.
 
+    >>> from attrax.core import GradTree
     >>> about = Examples(("a", "b"), weight=torch.full((2,), 0.1), tokens=torch.tensor([4, 6]))
     >>> [round(fisher_factor([Block(GradTree({}), about)], unit), 3) for unit in ("examples", "tokens")]
     [2.0, 10.0]

@@ -100,6 +100,8 @@ def test_refusals():
     first = at(RUN.model, RUN.trajectory.records[-1].parameters)
     with refused("dvemb", "before step 4", "end of training"):
         dvemb(RUN.trajectory, functional(first, RUN.queries, LOSS))
+    with refused("dvemb", "step 4", "'2.weight'", "one selection"):
+        dvemb(RUN.trajectory, live(RUN.model, RUN.queries, LOSS, include=r"^0$"))
     with refused("coupling", "'layer'"):
         dvemb(RUN.trajectory, RUN.query, coupling="layer")
     with refused("dvemb_embeddings", "projection="):

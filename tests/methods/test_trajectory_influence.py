@@ -176,9 +176,15 @@ def test_refusals():
     with refused("step 4", "knows no optimizer", "'0.weight'"):
         records = [replace(x, optimizers={}) for x in r.trajectory.records]
         trajectory_influence(Recorded(records, r.trajectory.blocks), r.query)
-    with refused("step 4", "'2.weight'", "queries hold none", "one selection"):
+    with refused("step 4", "'2.bias', '2.weight'", "one selection"):
         fewer = live(r.model, r.queries, LOSS, include=r"^0$")
         trajectory_influence(r.trajectory, fewer)
+    with refused("step 4", "'2.bias', '2.weight'", "one selection"):
+        first = [
+            Block(GradTree({n: b.grads[n] for n in ("0.weight", "0.bias")}), b.examples)
+            for b in r.trajectory.blocks
+        ]
+        trajectory_influence(Recorded(r.trajectory.records, first), r.query)
     with refused("weight decay of '0.weight'", "Record the parameters"):
         records = [replace(x, parameters={}) for x in ADAM.trajectory.records]
         trajectory_influence(Recorded(records, ADAM.trajectory.blocks), ADAM.query)
