@@ -210,10 +210,10 @@ class Tape:
         run.again = None
         if run in self._running or not torch.is_grad_enabled():
             return None
-        if run.calls and run.complete:
+        if run.complete:
             for node in fused_heads(output):
                 self._tap_fused(run, node, output["label_mask"])
-            output = self.close_pass(run, output)
+        output = self.close_pass(run, output) if run.calls and run.complete else output
         return self._marked(run, output) if run.silent else output
 
     def _marked(self, run: Pass, output: Any) -> Any:
@@ -297,7 +297,8 @@ class Tape:
         def arrive(grads: Sequence[Tensor]) -> None:
             ctx = known()
             assert ctx is not None
-            run.notes["log_probs"] = (grads[0], mask)
+            if grads[0] is not None:
+                run.notes["log_probs"] = (grads[0], mask)
             self.arrive(run, call, ctx, grads)
 
         node.register_prehook(arrive)
