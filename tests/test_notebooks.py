@@ -6,11 +6,15 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+SLOW = {"online_selection"}
+NOTEBOOKS = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
+    for path in sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS)
 def test_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
