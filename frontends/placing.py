@@ -48,7 +48,7 @@ class Placing:
     ) -> None:
         self.asking = Asking(model, known, aside)
         self._plain: dict[str, set[str]] = {}
-        self._doubts = True
+        self._doubts, self._unasked = True, False
 
     def ask_together(self, run: Pass) -> None:
         """Ask the model in all processes or in none, before the pass runs: it is not asked later in this pass.
@@ -57,6 +57,7 @@ class Placing:
         """
         again, run.again = run.again, None
         rows, settled = least(run.rows or 0, int(not self._doubts))
+        self._unasked = rows < 2 and not settled
         if rows > 1 and not settled:
             run.again, self._doubts = again, False
             self.asking.ask(run)
@@ -129,7 +130,7 @@ class Placing:
         run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
         layout = self._layout(layer, run, inputs[0], output)
         if layout is None or not packs(rule, layout, inputs[0], run.extent):
-            raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run))
+            raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run, self._unasked))
         return rule_form(rule, module, inputs, output, layout, run.extent)
 
     def _placed(self, layer: Layer, run: Pass, form: Form | None, output: Any) -> Form:
@@ -179,7 +180,13 @@ class Placing:
         return [self.asking.found(key) for key in keys]
 
 
-def _unclear(layer: Layer, x: Tensor, run: Pass) -> str:
+def _unclear(layer: Layer, x: Tensor, run: Pass, unasked: bool) -> str:
+    if unasked:
+        return (
+            f"capture: layer '{layer.path}' saw an input of shape {tuple(x.shape)} in a batch of {run.rows} examples. "
+            "The model would tell where they are, but it is sharded and some process has fewer than two examples. "
+            "Begin with batches of at least two examples on all processes, or exclude the layer."
+        )
     return (
         f"capture: layer '{layer.path}' saw an input of shape {tuple(x.shape)} in a batch of {run.rows} examples, and "
         "its rows do not move with the examples, so these cannot be told apart. Give it a batch axis (positions as "

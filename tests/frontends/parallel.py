@@ -351,7 +351,7 @@ def tensor_parallel() -> dict[str, Any]:
 
 
 def source(model: nn.Module) -> Any:
-    return attrax.live(model.eval(), batches(dealt(range(6)), 2), CLASSIFY)
+    return attrax.live(model.eval(), batches(dealt(range(8)), 2), CLASSIFY)
 
 
 def work(rank: int, folder: str, ranks: int) -> None:
