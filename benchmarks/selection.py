@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/selection.py results.json
 
-Two random Llamas in float32 (vocabulary 2048, eager attention): (a) the 12 million parameters of `attribution.py`,
+Two random Llamas in float32 (vocabulary 2048, eager attention): (a) the 12 million parameters of `attribution.py` (width 384, 6 layers),
 batches of 8 x 256 tokens; (b) width 1024 with 2 layers, batches of 8 x 128.  Half of every batch is dropped, the target
 is one sequence of the same length.  In units of F, a forward pass of the linear layers, a plain step costs 3; the
 target's pass 1/4 (forward and activation gradients of 1/8 of the batch); scores and removal at most 1 together
@@ -12,42 +12,27 @@ alternate in one process; ratios are of medians of CPU time, which hold on a mac
 """
 
 import argparse
-import json
-import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attribution
 import torch
+from workload import SMALL, WIDE, llama, seconds, tokens, write
 
 import attrax
+from attrax.frontends import Capture
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "a": {"model": {"hidden": 384, "layers": 6, "heads": 6, "inner": 1024, "vocab": 2048}, "length": 256},
-    "b": {"model": {"hidden": 1024, "layers": 2, "heads": 8, "inner": 2816, "vocab": 2048}, "length": 128},
+    "a": {"model": SMALL, "length": 256},
+    "b": {"model": WIDE, "length": 128},
 }
 BATCH = 8
 
 
-def seconds(run: Callable[[], object]) -> float:
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def measure(shape: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Seconds of a plain step, one under a capture without sinks, and one that selects, for each scope."""
-    attribution.SHAPE.update(shape["model"])
-    net = attribution.model().train()
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(4, shape["model"]["vocab"], (BATCH + 1, shape["length"]), generator=generator)
-    batch, target = (
-        {"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in rows.split([BATCH, 1])
-    )
+    net = llama(shape["model"]).train()
+    batch, target = tokens(BATCH + 1, shape["length"], BATCH, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -55,12 +40,12 @@ def measure(shape: dict[str, Any], repeats: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    kinds: dict[str, attrax.frontends.Capture | None] = {"plain": None, "capture": attrax.capture(net)}
+    kinds: dict[str, Capture | None] = {"plain": None, "capture": attrax.capture(net)}
     for scope in ("global", "layer"):
         keep = attrax.select(target, attrax.drop_fraction(0.5), scope=scope)
         kinds[scope] = attrax.capture(net, after_backward=[keep])
 
-    def once(running: attrax.frontends.Capture | None) -> float:
+    def once(running: Capture | None) -> float:
         if running is None:
             return seconds(step)
         with running:
@@ -78,6 +63,7 @@ def measure(shape: dict[str, Any], repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure both shapes and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -86,15 +72,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    machine = {"processor": platform.processor() or platform.machine(), "threads": 1}
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
     found: dict[str, Any] = {}
     for name in options.shapes:
         found[name] = measure(SHAPES[name], options.repeats)
         print(name, found[name]["ratio_to_plain"], flush=True)
-        result = {"command": " ".join(["python", *sys.argv]), "machine": machine | versions, "shapes": found}
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, repeats=options.repeats, shapes=found)
 
 
 if __name__ == "__main__":

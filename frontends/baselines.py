@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Scores, Source
+from attrax.core import Scores, Source, sq_norms_leaf, targeted
+from attrax.core.source import row_sums
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.probe import evaluating
 from attrax.frontends.rows import for_loss, with_ids
-from attrax.methods import self_influence
 
 Data = Iterable[Mapping[str, Any]]
 
@@ -40,8 +40,10 @@ def train_losses(model: nn.Module, data: Data, query_ids: Sequence[str], loss: L
 
 def gradient_norms(train: Source, query_ids: Sequence[str]) -> Scores:
     """The norm of each train example's gradient of its summed loss, the same for every query."""
-    own = self_influence(train)
-    return _alike(own.values[:, 0].sqrt(), own.ids, query_ids, "gradient norm")
+    found = list(row_sums(lambda name, leaf, _: sq_norms_leaf(leaf, name=name), targeted(train, "sum")))
+    values = torch.cat([total.sqrt() for _, total in found if total is not None])
+    ids = [i for examples, total in found if total is not None for i in examples.ids]
+    return _alike(values, ids, query_ids, "gradient norm")
 
 
 def bm25(train: Mapping[str, str], query: Mapping[str, str]) -> Scores:
