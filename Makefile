@@ -6,12 +6,13 @@ BIN := .venv/bin
 # Named beside everything else so that no other torch is ever considered.
 TORCH := torch==2.13.0
 
-.PHONY: help demo test slow check format constraints clean
+.PHONY: help demo test slow olmo check format constraints clean
 
 help:
 	@echo "make demo         run the demonstration"
 	@echo "make test         fast tests and the examples in the docstrings"
 	@echo "make slow         the slow tests"
+	@echo "make olmo         OLMo-core's trainers, in environments of their own"
 	@echo "make check        lint, formatting, types and layering"
 	@echo "make format       apply formatting and safe lint fixes"
 	@echo "make constraints  resolve dependencies anew into constraints.txt"
@@ -34,6 +35,15 @@ test: .venv/.stamp
 slow: .venv/.stamp
 	$(BIN)/python -m pytest -m slow --durations=5
 
+# OLMo-core pins older versions of packages that the other tests use.
+olmo:
+	for version in 3.0.0 2.6.0; do \
+		$(PYTHON) -m venv .venv-olmo-$$version && \
+		.venv-olmo-$$version/bin/python -m pip install -q $(TORCH) ai2-olmo-core==$$version h5py opt_einsum jaxtyping \
+			xxhash beartype hypothesis pytest && \
+		PYTHONPATH=. .venv-olmo-$$version/bin/python -m pytest tests/frontends/test_olmo_core.py || exit 1; \
+	done
+
 check: .venv/.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -53,4 +63,4 @@ constraints:
 	mv build/constraints.txt constraints.txt && rm -rf build
 
 clean:
-	rm -rf .venv build .hypothesis .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf .venv .venv-olmo-* build .hypothesis .pytest_cache .ruff_cache .import_linter_cache *.egg-info

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/selection.py results.json
 
 Two random Llamas in float32 (vocabulary 2048, eager attention): (a) 12 million parameters (width 384, 6 layers),
-batches of 8 x 256 tokens; (b) width 1024 with 2 layers, batches of 8 x 128.  Half of a batch is dropped, the target is one
+batches of 8 x 256 tokens; (b) width 1024, 2 layers, batches of 8 x 128.  Half of a batch is dropped; the target is one
 sequence of the same length.  In units of F, a forward pass of the linear layers, a plain step costs 3; the target's
 pass 1/4 (forward and activation gradients of 1/8 of the batch); scores and removal at most 1 together (gradients of the
 examples are built once) and 1/8 for the target's dense gradient, less where factors are smaller than weights: 1.46
