@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from attrax.core import Block, Examples, GradTree, Leaf, Transform, content_ids, take
+from attrax.core import Block, Examples, GradTree, Leaf, Transform
 from attrax.core.factorization import RULES, Rule
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
@@ -29,12 +29,13 @@ from attrax.frontends.events import BackwardEvent, StepEvent, averaging
 from attrax.frontends.merging import Found, merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
+from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
 from attrax.frontends.observed import overflows
-from attrax.frontends.owners import Owners, checked, count, owned_ids, places, together
+from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
-from attrax.frontends.rows import POSITIONAL, as_ids, nonfinite_examples
+from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums, several_processes
@@ -190,7 +191,7 @@ class Capture:
 
     def _examples(self, run: Pass) -> Examples:
         number = run.rows or 0 if run.owners is None else count(run.owners)
-        ids = self._ids(run.inputs) if self._ids else self._content_ids(run)
+        ids = self._ids(run.inputs) if self._ids else pass_ids(run)
         if len(ids) != number:
             raise ValueError(
                 f"capture: got {len(ids)} ids for a batch of {number} examples; ids= gives one an example."
@@ -199,18 +200,6 @@ class Capture:
         self._steps.micro += 1
         mark = run.notes.get("mark") or self._steps.mark()
         return Examples(as_ids(ids), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
-
-    def _content_ids(self, run: Pass) -> Sequence[str]:
-        tensors = {k: v for k, v in run.inputs.items() if isinstance(v, Tensor) and v.ndim > 0}
-        named = {k: v for k, v in tensors.items() if v.shape[0] == run.rows and k not in POSITIONAL}
-        if not named or run.derived:
-            why = "depend on parameters outside of it" if run.derived else "hold no tensor with a batch axis"
-            raise ValueError(
-                f"capture: the inputs of the call that opened this forward pass {why}, so their content does not "
-                "identify examples. Pass ids=, a function of the inputs that returns one id an example."
-            )
-        mask = tensors.get("attention_mask")
-        return content_ids(named, mask=mask) if run.owners is None else owned_ids(named, mask, run.owners)
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
@@ -245,27 +234,13 @@ class Capture:
         )
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
-        flags = torch.stack(list(bad.values())).cpu()
-        if not bool(flags.any()):
-            return block
-        examples = block.examples
-        where = [name for name, row in zip(bad, flags, strict=True) if bool(row.any())]
-        named = [examples.ids[i] for i in flags.any(0).nonzero().flatten().tolist()]
-        text = f"capture: step {examples.step}: non-finite gradients of examples {named[:5]} in layers {where[:3]}"
-        if self._on_nonfinite == "raise":
+        kept, names, text = without_nonfinite(block, bad)
+        if text and self._on_nonfinite == "raise":
             raise ValueError(f"{text}. Pass on_nonfinite='skip' to leave such examples out.")
-        warnings.warn(f"{text}; left out of the capture.", RuntimeWarning, stacklevel=2)
-        self.skipped += [(name, f"non-finite gradient at step {examples.step}") for name in named]
-        keep = ~flags.any(0)
-        return Block(
-            block.grads.map(lambda _, leaf: take(leaf, keep.to(flags.device))),
-            replace(
-                examples,
-                ids=tuple(i for i, k in zip(examples.ids, keep.tolist(), strict=True) if k),
-                weight=None if examples.weight is None else examples.weight[keep],
-                tokens=None if examples.tokens is None else examples.tokens[keep],
-            ),
-        )
+        if text:
+            warnings.warn(f"{text}; left out of the capture.", RuntimeWarning, stacklevel=2)
+        self.skipped += [(name, f"non-finite gradient at step {block.examples.step}") for name in names]
+        return kept
 
     # One step: its backwards, then the optimizers that use their gradients.
 

@@ -25,11 +25,12 @@ from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.layout import Layout, packing, permuted, reordered
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.modes import check_mode, check_selection, check_sharding
+from attrax.frontends.nonfinite import nonfinite_examples
 from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.progress import tracked
 from attrax.frontends.recompute import slow_attention
-from attrax.frontends.rows import Batch, for_loss, nonfinite_examples, pick, with_ids
+from attrax.frontends.rows import Batch, for_loss, pick, with_ids
 from attrax.frontends.sharding import is_flat, is_sharded
 from attrax.frontends.tape import Tape
 

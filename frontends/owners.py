@@ -17,6 +17,8 @@ from torch import Tensor
 from attrax.core import Leaf, content_ids, tree_map
 from attrax.core.leaves import Materialized, Sum
 from attrax.frontends.layout import Packing, packing, regrouped
+from attrax.frontends.passes import Pass
+from attrax.frontends.rows import POSITIONAL
 
 Owners: TypeAlias = Callable[[Mapping[str, Any], int], Tensor]
 
@@ -113,6 +115,24 @@ def together(leaf: Leaf, packed: Packing) -> Leaf:
 def _grouped(x: Tensor, packed: Packing) -> Tensor:
     at = Packing(packed.index.to(x.device), packed.valid.to(x.device), packed.length)
     return regrouped(x.unsqueeze(1), at)
+
+
+def pass_ids(run: Pass) -> Sequence[str]:
+    """Content ids of the examples of a forward pass, from the inputs of the call that opened it.
+
+    Raises:
+        ValueError: If these do not identify examples.
+    """
+    tensors = {k: v for k, v in run.inputs.items() if isinstance(v, Tensor) and v.ndim > 0}
+    named = {k: v for k, v in tensors.items() if v.shape[0] == run.rows and k not in POSITIONAL}
+    if not named or run.derived:
+        why = "depend on parameters outside of it" if run.derived else "hold no tensor with a batch axis"
+        raise ValueError(
+            f"capture: the inputs of the call that opened this forward pass {why}, so their content does not "
+            "identify examples. Pass ids=, a function of the inputs that returns one id an example."
+        )
+    mask = tensors.get("attention_mask")
+    return content_ids(named, mask=mask) if run.owners is None else owned_ids(named, mask, run.owners)
 
 
 def owned_ids(tensors: Mapping[str, Tensor], mask: Tensor | None, owners: Tensor) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Rows of a batch: their ids, some of them, and those whose gradients are not finite."""
+"""Rows of a batch: their ids, and some of them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -6,8 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import Leaf, content_ids
-from attrax.core.algebra import wide
+from attrax.core import content_ids
 
 Batch: TypeAlias = Mapping[str, Any]
 POSITIONAL = ("attention_mask", "position_ids", "cache_position")
@@ -105,15 +104,3 @@ def _taken(batch: Batch, length: int, index: Tensor) -> dict[str, Any]:
         else:
             out[k] = v
     return out
-
-
-def nonfinite_examples(leaf: Leaf) -> Tensor:
-    """Boolean [B]: examples whose gradient in this leaf is not finite.
-
-    Both factors are read: a gradient of zero times an infinite input is not a number.  A sum is finite only if all its
-    terms are; it costs one read where an elementwise test costs three passes.
-    """
-    uses = getattr(leaf, "uses", (leaf,))
-    factors = [getattr(use, name) for use in uses for name in ("a", "x", "g", "w") if hasattr(use, name)]
-    sums = [x.flatten(1).sum(1, dtype=wide(x.dtype)) for x in factors]
-    return ~torch.isfinite(torch.stack(sums)).all(0)
