@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from attrax.core import Clip
 from attrax.core.algebra import wide
-from attrax.frontends.sharding import whole
+from attrax.frontends.sharding import Piece, added_up, gradients, named, pieces, whole
 from attrax.frontends.sums import several_processes
 
 
-def dense(g: Tensor) -> Tensor:
+def dense(g: Tensor, cut: Piece | None = None) -> Tensor:
     """A gradient as one dense tensor of this process."""
-    g = whole(g.detach())
+    g = whole(g.detach(), cut)
     return g.to_dense() if g.is_sparse else g
 
 
@@ -26,22 +26,30 @@ def norms(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: _norm(g.detach()) for n, g in grads.items()}
 
 
-def _norm(g: Tensor) -> Tensor:
+def _norm(g: Tensor, cut: Piece | None = None) -> Tensor:
     values = g.coalesce().values() if g.is_sparse else g
-    return whole(torch.linalg.vector_norm(values, dtype=wide(g.dtype)))
+    norm = whole(torch.linalg.vector_norm(values, dtype=wide(g.dtype)))
+    return norm if cut is None or not cut.groups else added_up(norm.square(), cut).sqrt()
 
 
 def norms_left(model: nn.Module) -> dict[str, Tensor]:
     """Norms of what `.grad` holds now, by parameter."""
-    return norms({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    cuts = _cuts(model)
+    return {n: _norm(g.detach(), cuts.get(n)) for n, g in gradients(model).items()}
 
 
 def consumed(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Gradients of an optimizer's parameters as it is about to use them; a fused one unscales them itself."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = {n: p.grad for n, p in model.named_parameters() if id(p) in held and p.grad is not None}
-    scale = getattr(optimizer, "grad_scale", None)
-    return {n: dense(g) if scale is None else dense(g) / scale.to(g.device) for n, g in found.items()}
+    own = {n for n, p in named(model).items() if id(p) in held}
+    cuts, scale = _cuts(model), getattr(optimizer, "grad_scale", None)
+    found = {n: dense(g, cuts.get(n)) for n, g in gradients(model).items() if n in own}
+    return found if scale is None else {n: g / scale.to(g.device) for n, g in found.items()}
+
+
+def _cuts(model: nn.Module) -> dict[str, Piece]:
+    flat = pieces(model)
+    return {n: flat[id(p)] for n, p in named(model).items() if id(p) in flat}
 
 
 def overflows(optimizer: torch.optim.Optimizer) -> bool:

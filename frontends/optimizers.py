@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attrax.core import Optimizer, State, Step
 from attrax.core.optimizers import check_optimizer
 from attrax.frontends.modes import check_sharding
-from attrax.frontends.sharding import whole
+from attrax.frontends.sharding import Piece, named, part, pieces, whole
 
 Optimizers: TypeAlias = dict[str, Optimizer]
 States: TypeAlias = dict[str, State]
@@ -59,8 +60,11 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
     own = {
         id(p): (p, rule) for g, rule in zip(optimizer.param_groups, rules, strict=True) for p in g["params"]
     }
-    moved = {n: own[id(p)] for n, p in model.named_parameters() if id(p) in own}
-    states = {n: _state(optimizer.state.get(p, {})) for n, (p, _) in moved.items()}
+    moved = {n: own[id(p)] for n, p in named(model).items() if id(p) in own}
+    flat = pieces(model)
+    cuts = {n: flat[id(p)] for n, (p, _) in moved.items() if id(p) in flat and flat[id(p)].groups}
+    held = _agreed({n: dict(optimizer.state.get(p, {})) for n, (p, _) in moved.items()}, cuts)
+    states = {n: _state(values, cuts.get(n)) for n, values in held.items()}
     return {n: rule for n, (_, rule) in moved.items()}, states
 
 
@@ -136,7 +140,8 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     >>> net.weight.item(), moving.param_groups[0]["lr"]
     (1.0, 0.5)
     """
-    optimizer, named = unwrapped(optimizer), dict(_inner(model).named_parameters())
+    optimizer, parameters = unwrapped(optimizer), named(_inner(model))
+    flat = pieces(_inner(model))
     kinds = {rule.kind for rule in step.optimizers.values()}
     if not step.parameters or kinds != {_kind(optimizer)}:
         raise ValueError(
@@ -145,8 +150,9 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
         )
     with torch.no_grad():
         for name, value in step.parameters.items():
-            named[name].copy_(_placed(value, named[name]))
-    names = {id(p): n for n, p in named.items()}
+            p = parameters[name]
+            p.copy_(_placed(value, p, flat.get(id(p))))
+    names = {id(p): n for n, p in parameters.items()}
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
@@ -156,13 +162,16 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
             state = step.states.get(name, {})
             optimizer.state[p] = {
-                key: _placed(x, p) if x.ndim or on_device else x.clone() for key, x in state.items()
+                key: _placed(x, p, flat.get(id(p))) if x.ndim or on_device else x.clone()
+                for key, x in state.items()
             }
 
 
-def _placed(x: Tensor, p: Tensor) -> Tensor:
+def _placed(x: Tensor, p: Tensor, cut: Piece | None) -> Tensor:
     """A copy of a whole tensor where a parameter lies, sharded as it is."""
     x = x.to(p.device, copy=True)
+    if cut is not None and x.ndim:
+        return part(x, cut)
     return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) and x.ndim else x
 
 
@@ -198,12 +207,36 @@ def _rule(kind: str, group: Mapping[str, Any]) -> Optimizer:
     return Optimizer(kind, hyper)
 
 
-def _state(values: Mapping[str, Any]) -> State:
+def _state(values: Mapping[str, Any], cut: Piece | None = None) -> State:
     """Tensors of a state; an older torch counts steps with plain numbers."""
     known = {name: x for name, x in values.items() if isinstance(x, Tensor | float | int)}
     return {
-        n: whole(x).detach() if isinstance(x, Tensor) else torch.tensor(float(x)) for n, x in known.items()
+        n: whole(x, cut).detach() if isinstance(x, Tensor) else torch.tensor(float(x))
+        for n, x in known.items()
     }
+
+
+def _agreed(held: dict[str, dict[str, Any]], cuts: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:
+    """States with the entries that other processes have: an optimizer keeps none of an empty piece (FSDP1)."""
+    if not cuts:
+        return held
+    (group,) = next(iter(cuts.values())).groups
+    own = {n: {k: None if _is_array(x) else float(x) for k, x in held[n].items()} for n in cuts}
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group)
+    for name, cut in cuts.items():
+        for entries in (other[name] for other in found):
+            for key, value in entries.items():
+                missing = (
+                    cut.local.new_zeros(0) if value is None else torch.tensor(value, dtype=torch.float64)
+                )
+                held[name].setdefault(key, missing)
+        held[name] = {key: held[name][key] for key in sorted(held[name])}
+    return held
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
 
 
 def _check_fits(name: str, state: State, trained: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ zero: half of the cost of a weight gradient where half of a batch is dropped and
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 from attrax.core import GradTree, Leaf, Materialized, aggregate, stored, take
 from attrax.core.algebra import wide
 from attrax.frontends.events import Averaging, BackwardEvent
+from attrax.frontends.sharding import Piece, gradients, part, pieces
 
 
 def factor(total: float, dropped: float) -> float:
@@ -54,10 +56,10 @@ def check_gradients(model: nn.Module) -> None:
         RuntimeError: Saying what to do.
     """
     for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
+        if isinstance(module, FullyShardedDataParallel) and not module._sync_gradients:
             raise RuntimeError(
-                "select: the model is sharded by FullyShardedDataParallel, whose `.grad` are pieces of flat "
-                "parameters. Shard with torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel."
+                "select: this backward of FullyShardedDataParallel did not reduce its gradients. Do not use no_sync() "
+                "while gradients are accumulated (accelerate: sync_each_batch=True)."
             )
         if isinstance(module, FSDPModule) and not _reduces(module):
             raise RuntimeError(
@@ -76,12 +78,16 @@ def groups(event: BackwardEvent, parameters: Mapping[str, Tensor]) -> list[Any]:
     """The process groups whose gradients are averaged together: sums over each in turn are sums over all."""
     if event.averaging is not None:
         return [event.averaging.group]
+    cut = next(iter(pieces(event.model).values()), None)
+    if cut is not None:
+        return list(cut.groups)
     sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
     return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
 
 
 def summed(x: Tensor, over: Sequence[Any]) -> Tensor:
-    """The sum over the processes of some groups, in place."""
+    """The sum over the processes of some groups; memory is exchanged as it lies, so that it must lie alike."""
+    x = x.contiguous()
     for group in over:
         dist.all_reduce(x, group=group)
     return x
@@ -101,10 +107,14 @@ def change(
         RuntimeError: If `.grad` has another shape than its parameter's gradient.
     """
     mean = event.averaging if event.averaging is not None and event.averaging.done else None
-    for name, p in parameters.items():
-        if p.grad is None:
+    flat = pieces(event.model)
+    for name, grad in gradients(event.model).items():
+        if name not in parameters:
             continue
-        grad, own, r = p.grad, added.get(name), scale.get(name, 1.0)
+        p, own, r = parameters[name], added.get(name), scale.get(name, 1.0)
+        if id(p) in flat:
+            _change_piece(grad, own, r, flat[id(p)])
+            continue
         if own is not None and own.shape != grad.shape:
             raise RuntimeError(
                 f"select: parameter '{name}': its gradient is {tuple(own.shape)}, its `.grad` {tuple(grad.shape)}. "
@@ -122,8 +132,16 @@ def change(
             grad.mul_(r)
 
 
+def _change_piece(grad: Tensor, own: Tensor | None, r: float, cut: Piece) -> None:
+    """The same for this process's piece of a flat parameter (FSDP1)."""
+    if own is None:
+        own = torch.zeros(cut.shape, dtype=wide(grad.dtype), device=grad.device)
+    mean = part(summed(own, cut.groups), cut) / prod(group.size() for group in cut.groups)
+    grad.copy_(grad.to(mean.dtype) * r + mean)
+
+
 def _mean(own: Tensor, over: Averaging | None) -> Tensor:
-    return own if over is None else summed(own.contiguous(), [over.group]) / over.group.size()
+    return own if over is None else summed(own, [over.group]) / over.group.size()
 
 
 def _slice(own: Tensor, grad: DTensor) -> Tensor:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from attrax.core import (
     CPU,
@@ -44,6 +43,7 @@ from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.probe import evaluating
 from attrax.frontends.removal import change, check_gradients, factor, groups, summed, weighted
 from attrax.frontends.rows import with_ids
+from attrax.frontends.sharding import is_sharded, named
 
 Rule: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 Leaves: TypeAlias = dict[str, Leaf]
@@ -142,7 +142,7 @@ def select(
         if event.first:
             window.clear()
         captured = {c.parameter for c in event.capture.coverage.captured}
-        parameters = {n: p for n, p in event.model.named_parameters() if n in captured}
+        parameters = {n: p for n, p in named(event.model).items() if n in captured}
         layers = sorted({layer_of(n) for n in captured})
         query = target_gradient(event)
         with torch.no_grad():
@@ -205,7 +205,7 @@ def _module(parameter: str) -> str:
 
 def _warn_of_gaps(event: BackwardEvent) -> bool:
     """Name the parameters that keep all examples; whether that was done."""
-    trained = {n for n, p in event.model.named_parameters() if p.grad is not None}
+    trained = {n for n, p in named(event.model).items() if p.grad is not None}
     names = [g.parameter for g in event.capture.coverage.gaps if g.parameter in trained]
     if names:
         warnings.warn(
@@ -241,18 +241,13 @@ def _following(
             source, checked = Live(event.model, (), loss, selection, wanted), False
         batch, found = with_ids(next(coming)), dict[str, Leaf]()
         with event.capture.paused(), evaluating(event.model):
-            checked = checked or _is_sharded(event.model) or settle(source, batch)
+            checked = checked or is_sharded(event.model) or settle(source, batch)
             visit = lambda _, leaf, examples: found.update(_mean(leaf, examples.tokens))  # noqa: E731
             run_apart(source, batch, visit, mark)
         known = (mark, found)
         return found
 
     return gradient
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether autograd's gradients are pieces, with which those of whole layers cannot be compared."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _cycled(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -126,6 +127,47 @@ def piece(x: Tensor) -> Piece:
     return Piece(x.to_local(), tuple(x.shape), place, groups)
 
 
-def whole(x: Tensor) -> Tensor:
-    """The values of a tensor, gathered from all processes if it is a `DTensor`."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def whole(x: Tensor, cut: Piece | None = None) -> Tensor:
+    """All values of a tensor that is spread over processes, which must ask for it together.
+
+    Args:
+        x: A `DTensor`, or what this process holds of a parameter of FSDP1, its gradient or its state.
+        cut: The parameter's piece under FSDP1.
+    """
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    if cut is None or not cut.groups or x.ndim == 0:
+        return x
+    full = x.new_zeros(math.prod(cut.shape))
+    full[cut.place(torch.arange(x.numel(), device=x.device))] = x.flatten()
+    return added_up(full, cut).view(cut.shape)
+
+
+def added_up(x: Tensor, cut: Piece) -> Tensor:
+    """The sum over the processes that hold pieces of a parameter, in place."""
+    for group in cut.groups:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """What this process holds of the gradients that there are, by canonical name.
+
+    FSDP1 leaves None where a process holds nothing of a parameter, so that processes have to agree on what there is.
+    """
+    parameters, flat = named(model), pieces(model)
+    spread = [n for n, p in parameters.items() if id(p) in flat and flat[id(p)].groups]
+    there = {n for n, p in parameters.items() if p.grad is not None and n not in spread}
+    if spread:
+        cut = flat[id(parameters[spread[0]])]
+        flags = torch.tensor([int(parameters[n].grad is not None) for n in spread], device=cut.local.device)
+        added_up(flags, cut)
+        there |= {n for n, flag in zip(spread, flags.tolist(), strict=True) if flag}
+    grads = {n: p.grad for n, p in parameters.items() if n in there}
+    return {n: torch.zeros_like(parameters[n]) if g is None else g for n, g in grads.items()}
+
+
+def part(full: Tensor, cut: Piece) -> Tensor:
+    """What this process holds of a whole tensor, shaped as its piece."""
+    index = torch.arange(cut.local.numel(), device=full.device)
+    return full.flatten()[cut.place(index)].view(cut.local.shape)

@@ -21,7 +21,7 @@ from attrax.core import Optimizer, Source, State, Step
 from attrax.core.trajectory import used
 from attrax.frontends.observed import clip_of, consumed, norms, processes
 from attrax.frontends.optimizers import read_optimizer
-from attrax.frontends.sharding import whole
+from attrax.frontends.sharding import named, pieces, whole
 from attrax.frontends.stepfiles import read_step, recorded_steps, write_step
 from attrax.frontends.store import Store, open_store
 
@@ -114,7 +114,8 @@ class Recorder:
         if not self.wants(number):
             return
         rules, states = read_optimizer(optimizer, model)
-        held = {n: whole(p.detach()) for n, p in model.named_parameters() if self._parameters and n in rules}
+        flat, own = pieces(model), named(model) if self._parameters else {}
+        held = {n: whole(p.detach(), flat.get(id(p))) for n, p in own.items() if n in rules}
         copies = {n: {key: _copy(x) for key, x in state.items()} for n, state in states.items()}
         self._seen.append(_Seen(rules, copies, {n: _copy(p) for n, p in held.items()}, {}, {}))
         self.read_gradients(optimizer, model)

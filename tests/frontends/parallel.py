@@ -27,7 +27,7 @@ from attrax.core.products import sq_norms_leaf
 from attrax.core.shards import Cut
 from attrax.frontends.distributed import Processes
 from attrax.frontends.fingerprints import model_fingerprint
-from attrax.frontends.sharding import is_sharded
+from attrax.frontends.sharding import gradients, is_sharded, named, pieces, whole
 
 STEPS, PER_STEP, REPEATED = 20, 8, 7
 CLASSIFY = attrax.classification()
@@ -162,6 +162,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
         named = {n.removeprefix("module."): p.detach() for n, p in model.named_parameters()}
         named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in named.items()}
         return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in named.items()}
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """What `.grad` holds, by the names of the model alone, gathered from all processes."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    flat, own = pieces(inner), named(inner)
+    return {n: whole(g, flat.get(id(own[n]))).clone() for n, g in gradients(inner).items()}
 
 
 def steps() -> list[list[int]]:
@@ -374,7 +381,7 @@ def killed(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)
-    sink = attrax.store(f"{folder}/store", run="all", shard_examples=1)
+    sink = attrax.store(f"{folder}/store", run="all", shard_examples=1, buffer_bytes=0)
     model, seen = ddp(seeded(Network)), 0
 
     def watched(block: Block) -> None:

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attrax.frontends import capture, select
 from attrax.frontends.selection import Decision
-from attrax.frontends.sharding import whole
 from attrax.methods import drop_fraction
 
 from .oracle import assert_gradients
-from .test_distributed import KINDS, RANKS, examples, network
+from .parallel import KINDS, Network, examples, seeded, whole_gradients
 
 pytestmark = pytest.mark.usefixtures("unchecked")
+RANKS = 2
 
 
 def of_examples(model: Any, batch: Any) -> Tensor:
@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 def run(kind: str, case: str, rank: int) -> tuple[dict[str, Tensor], list[Decision]]:
     """`.grad` after two micro-batches (or one), and this process's decisions."""
     x, y = examples()
-    model, now = KINDS[kind](network()), [0]
+    model, now = KINDS[kind](seeded(Network)), [0]
     decisions: list[Decision] = []
     target = {"x": x[12:14], "y": y[12:14]}
     keep = select(target, uneven, loss=of_examples, sink=decisions.append, **CASES[case])
@@ -61,10 +61,7 @@ def run(kind: str, case: str, rank: int) -> tuple[dict[str, Tensor], list[Decisi
             alone = case == "unsynchronized" and k == 0 and isinstance(model, DistributedDataParallel)
             with model.no_sync() if alone else contextlib.nullcontext():
                 F.cross_entropy(model(x[now]), y[now]).backward()
-    found = {
-        n.removeprefix("module."): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
-    }
-    return found, decisions
+    return whole_gradients(model), decisions
 
 
 def work(rank: int, folder: str, kind: str) -> None:
@@ -88,7 +85,7 @@ def test_gradients_are_those_of_one_process_on_the_kept_examples(case, parallel)
     assert len(first) == len(second)
     x, y = examples()
     for layer in dict.fromkeys(d.layer for d in first):
-        model: nn.Module = network()
+        model: nn.Module = seeded(Network)
         for a, b in zip(first, second, strict=True):
             if a.layer != layer:
                 continue
@@ -103,7 +100,7 @@ def test_gradients_are_those_of_one_process_on_the_kept_examples(case, parallel)
 
 def test_scores_are_those_of_one_process(parallel):
     x, y = examples()
-    model = network()
+    model = seeded(Network)
     grads = lambda rows, scale: torch.cat(  # noqa: E731
         [
             g.flatten()
