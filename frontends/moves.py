@@ -19,6 +19,8 @@ class Moves:
     def __init__(
         self, model: nn.Module, recorder: Recorder | None, scaler: torch.amp.GradScaler | None
     ) -> None:
+        if recorder is not None:
+            recorder.take()
         self.waiting = Waiting()
         self._model, self._recorder, self._scaler = model, recorder, scaler
         self._norms: dict[str, Tensor] = {}

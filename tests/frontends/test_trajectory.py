@@ -366,6 +366,46 @@ def test_a_run_is_not_written_over_by_accident(tmp_path: Path) -> None:
         open_trajectory(tmp_path)
 
 
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Steps after the checkpoint are superseded, in the record and in the store alike."""
+    model, data = seeded(MLP), batches(6)
+    moving = optim.AdamW(model.parameters(), lr=0.05)
+
+    def train(some: list[Any], **done: int) -> None:
+        with (
+            store(tmp_path, run="r", **done) as sink,
+            capture(model, sinks=[sink], loss="example_mean", trajectory=record(tmp_path, **done)),
+        ):
+            for batch in some:
+                moving.zero_grad()
+                mean_ce(model, batch).backward()
+                moving.step()
+
+    train(data[:3])
+    saved = copy.deepcopy((model.state_dict(), moving.state_dict()))
+    train(data[3:], steps_done=3)
+    model.load_state_dict(saved[0])
+    moving.load_state_dict(saved[1])
+    train(data[:2], steps_done=3)
+    found = open_trajectory(tmp_path)
+    assert found.steps == (0, 1, 2, 3, 4)
+    assert_adds_up(found)
+    chosen: list[int] = []
+    with capture(model, trajectory=record([].append, when=lambda k: bool(chosen.append(k)), steps_done=7)):
+        mean_ce(model, data[0]).backward()
+        moving.step()
+    assert set(chosen) == {7}
+    with pytest.raises(ValueError, match="steps_done=-1"):
+        record(tmp_path, steps_done=-1)
+
+
+def test_two_captures_do_not_share_a_record(tmp_path: Path) -> None:
+    recording = record(tmp_path)
+    capture(seeded(MLP), trajectory=recording)
+    with pytest.raises(ValueError, match="belongs to another capture"):
+        capture(seeded(MLP), trajectory=recording)
+
+
 def test_steps_and_gradients_may_lie_apart(tmp_path: Path) -> None:
     model = seeded(MLP)
     with (
