@@ -300,6 +300,7 @@ class Capture:
     def _end_step(self) -> None:
         self._flush(self._steps.rate())
         self._steps.advance()
+        self._moves.begin()
         self._first = True
 
     def _flush(self, rate: float | None) -> None:

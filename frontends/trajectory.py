@@ -113,20 +113,19 @@ class Recorder:
         self._sink, self._when, self._done = sink, when, done
         self._parameters, self._gradients = parameters, gradients
         self._seen: list[_Seen] = []
-        self._taken = False
+        self._used = False
 
-    def take(self) -> None:
-        """A capture will drive it; one only, as every capture counts its steps from 0.
+    def begin(self) -> None:
+        """A capture, which counts its steps from 0, will drive it.
 
         Raises:
-            ValueError: If another one does or did.
+            ValueError: If it has recorded steps of another one.
         """
-        if self._taken:
+        if self._used:
             raise ValueError(
-                "capture: trajectory= belongs to another capture, whose steps would be recorded over. Make one for "
-                "each: record(..., steps_done=n) goes on at step n."
+                "capture: trajectory= has recorded steps of another capture, which would be recorded over. Make one "
+                "for each: record(..., steps_done=n) goes on at step n."
             )
-        self._taken = True
 
     def wants(self, number: int) -> bool:
         """Whether a step is to be recorded."""
@@ -163,6 +162,7 @@ class Recorder:
         if not after:
             return
         clip = clip_of(before, after, scale)
+        self._used = True
         step = Step(
             number + self._done,
             {n: rule for part in seen for n, rule in part.optimizers.items() if n in after},

@@ -16,7 +16,7 @@ from attrax.frontends import capture, open_store, open_trajectory, read_optimize
 from attrax.frontends.stepfiles import read_step, step_path, write_step
 from attrax.frontends.trajectory import Recorder
 
-from .loops import mean_ce, own_loss
+from .loops import mean_ce, own_loss, sum_ce
 from .models import MLP, LossLM, classes, documents, seeded
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -230,6 +230,18 @@ def test_a_model_with_its_own_loss_and_tied_weights(tmp_path: Path) -> None:
     assert_adds_up(found, active=True)
 
 
+def test_the_clipping_of_an_empty_batch_is_unknown(rng: torch.Generator) -> None:
+    """What the backward before left in `.grad` says nothing about it."""
+    model, steps = seeded(MLP), list[Step]()
+    moving = optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, loss="sum", trajectory=record(steps.append)):
+        for rows in (3, 0, 3):
+            moving.zero_grad()
+            sum_ce(model, classes(rng, rows)).backward()
+            moving.step()
+    assert [step.clip is None for step in steps] == [False, True, False]
+
+
 def test_several_optimizers_make_one_step() -> None:
     model, steps, blocks = seeded(MLP), list[Step](), list[Any]()
     first = optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9)
@@ -400,10 +412,11 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_two_captures_do_not_share_a_record(tmp_path: Path) -> None:
-    recording = record(tmp_path)
-    capture(seeded(MLP), trajectory=recording)
-    with pytest.raises(ValueError, match="belongs to another capture"):
-        capture(seeded(MLP), trajectory=recording)
+    model, recording = seeded(MLP), record(tmp_path)
+    with capture(model, trajectory=recording):
+        loop(model, batches(1), two_groups)
+    with pytest.raises(ValueError, match="has recorded steps of another capture"):
+        capture(model, trajectory=recording)
 
 
 def test_steps_and_gradients_may_lie_apart(tmp_path: Path) -> None:
