@@ -90,7 +90,7 @@ class Capture:
         self._steps, self._discards = Steps(model, self._wanted), Discards()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
-        self._begun, self._first = False, True
+        self._begun, self._first, self._early = False, True, 0
         self._sums = GradientSums(model, self._wanted) if verify else None
         self._stack = contextlib.ExitStack()
         self._tape = Tape(
@@ -118,12 +118,13 @@ class Capture:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self._flush(self._steps.rate())
-        for sink in self.sinks:
-            close = getattr(sink, "close", None)
-            if callable(close):
-                close()
+        with contextlib.ExitStack() as closing:  # all of them, whatever one raises
+            for sink in reversed(self.sinks):
+                close = getattr(sink, "close", None)
+                if callable(close):
+                    closing.callback(close)
+            self._stack.close()
+            self._flush(self._steps.rate())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -220,6 +221,7 @@ class Capture:
                 self._moves.waiting.add(block, x["directions"])
         self._moves.left_behind(self._steps.step, self.transform)
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
+            self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
 
     def _event(self, runs: list[Pass], found: list[Found]) -> BackwardEvent:
@@ -252,6 +254,7 @@ class Capture:
             self._end_step()
         self._check_captured()
         self._check_selection()
+        self._warn_of_early()
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         waiting = [*self._pending, *self._moves.waiting.blocks]
         blocks = tuple(_with_rate(block, rate) for block in waiting)
@@ -272,6 +275,7 @@ class Capture:
     def _end_step(self) -> None:
         self._flush(self._steps.rate())
         self._steps.advance()
+        self._moves.begin()
         self._first = True
 
     def _flush(self, rate: float | None) -> None:
@@ -308,6 +312,13 @@ class Capture:
             "the model compiled before, is another copy of it trained, does a parent call layer.forward(), or were the "
             "gradients made by torch.autograd.grad?"
         )
+
+    def _warn_of_early(self) -> None:
+        """The first optimizer is about to step: which blocks have not waited for it."""
+        if self._early:
+            text = f"capture: {self._early} blocks went to the sinks before any optimizer was seen to step: they do not"
+            warnings.warn(f"{text} know the learning rate of step 0.", RuntimeWarning, stacklevel=2)
+            self._early = 0
 
     def _check_selection(self) -> None:
         """A parameter that became trainable after the capture began would be missing."""

@@ -55,7 +55,8 @@ class Waiting:
             transform: Applied to the directions.
 
         Raises:
-            ValueError: If the optimizer has no directions, or a block does not know its loss weights.
+            ValueError: If the optimizer has no directions or moves part of a leaf only, or a block does not know its
+                loss weights.
         """
         if not self._blocks:
             return
@@ -69,6 +70,7 @@ class Waiting:
             for name, leaf in block.grads.items():
                 if name in done or rules.keys().isdisjoint(covers(leaf)):
                     continue
+                _refuse_divided(leaf, rules)
                 moved = change(name, scale_examples(leaf, scale))
                 done[name] = moved if transform is None or moved is None else transform(name, moved)
 
@@ -105,6 +107,15 @@ def _variant(rule: Optimizer, variant: str) -> Optimizer:
             f"capture: directions: variant 'less' is one of Adam; the optimizer is '{rule.kind}'."
         )
     return replace(rule, kind="less")
+
+
+def _refuse_divided(leaf: Leaf, rules: Mapping[str, Optimizer]) -> None:
+    if left := [n for n in covers(leaf) if n not in rules]:
+        raise ValueError(
+            f"capture: directions: an optimizer moves {[n for n in covers(leaf) if n in rules]} but not {left}, of "
+            "one layer (or of layers with one input). One optimizer must move all of them: use groups of one "
+            "optimizer, or exclude the layers."
+        )
 
 
 def _kept(done: Mapping[str, Leaf | None], block: Block) -> dict[str, Leaf]:

@@ -19,6 +19,8 @@ class Moves:
     def __init__(
         self, model: nn.Module, recorder: Recorder | None, scaler: torch.amp.GradScaler | None
     ) -> None:
+        if recorder is not None:
+            recorder.begin()
         self.waiting = Waiting()
         self._model, self._recorder, self._scaler = model, recorder, scaler
         self._norms: dict[str, Tensor] = {}
@@ -53,6 +55,10 @@ class Moves:
         if self._again and self._recorder is not None:
             self._recorder.read_gradients(optimizer, self._model)
         self._inside = None
+
+    def begin(self) -> None:
+        """A step begins, of whose gradients nothing has been seen."""
+        self._norms = {}
 
     def flush(self, step: int, discarded: list[Block]) -> tuple[list[Block], list[Block]]:
         """A step is over: record it; returns the blocks of directions and those that no optimizer used."""

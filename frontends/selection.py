@@ -98,6 +98,10 @@ def select(
     its own batch (W processes drop half of theirs), all must take part in every backward, and give the same target.
     Parameters without per-example gradients are trained on all examples, with a warning.
 
+    The capture's blocks hold dropped examples too, weighed as the loop's loss weighs them: of the gradient that the
+    optimizer uses, which ``capture(trajectory=...)`` records, they are the summands only where all examples are kept.
+    *sink* says which were dropped.
+
     Args:
         target: A batch (as for `attrax.live`), or a re-iterable of batches: one for each step, again and again.
         rule: ``(scores [B], interactions) -> keep [B]``; see `attrax.methods.selection`.

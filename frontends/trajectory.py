@@ -35,6 +35,7 @@ def record(
     gradients: bool = True,
     when: Callable[[int], bool] = lambda step: True,
     overwrite: bool = False,
+    steps_done: int | None = None,
 ) -> "Recorder":
     """What ``capture(trajectory=...)`` is to record of optimizer steps.
 
@@ -49,12 +50,15 @@ def record(
         gradients: Record the gradients that the optimizer uses.
         when: ``step -> bool``, which steps to record; all of them by default.
         overwrite: Delete the steps that the directory holds.
+        steps_done: Optimizer steps that were done at the checkpoint from which the run goes on, as for `store`.  Added
+            to the number of every step; what the directory holds of steps from there on is deleted.
 
     Returns:
-        The recorder, to be passed to `capture`.
+        The recorder, to be passed to one `capture`.
 
     Raises:
-        ValueError: If the directory holds steps already.
+        ValueError: If the directory holds steps already, and is neither overwritten nor continued; if steps_done is
+            negative.
 
     >>> from attrax.frontends import capture, record
     >>> net, steps = nn.Linear(2, 1), []
@@ -65,18 +69,23 @@ def record(
     >>> steps[0].optimizers["bias"].lr, steps[0].gradients["bias"]
     (0.1, tensor([3.]))
     """
+    done = steps_done or 0
+    if done < 0:
+        raise ValueError(f"record: steps_done={done}; it counts from 0.")
     if callable(to):
-        return Recorder(to, parameters, gradients, when)
+        return Recorder(to, parameters, gradients, when, done)
     folder = Path(to).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    old = recorded_steps(folder).values() if _first() else ()
-    if old and not overwrite:
+    old = recorded_steps(folder) if _first() else {}
+    if old and not overwrite and steps_done is None:
         raise ValueError(
-            f"record: '{folder}' holds {len(old)} steps of another run. Give another directory, or overwrite=True."
+            f"record: '{folder}' holds {len(old)} steps of another run. Give another directory, overwrite=True, or "
+            "steps_done= to continue that run from a checkpoint."
         )
-    for path in old:
-        path.unlink()
-    return Recorder(lambda step: write_step(folder, step), parameters, gradients, when)
+    for number, path in old.items():
+        if overwrite or number >= done:
+            path.unlink()
+    return Recorder(lambda step: write_step(folder, step), parameters, gradients, when, done)
 
 
 def _first() -> bool:
@@ -99,15 +108,28 @@ class Recorder:
     """Assembles steps; made by `record`, driven by a capture."""
 
     def __init__(
-        self, sink: StepSink, parameters: bool, gradients: bool, when: Callable[[int], bool]
+        self, sink: StepSink, parameters: bool, gradients: bool, when: Callable[[int], bool], done: int = 0
     ) -> None:
-        self._sink, self._when = sink, when
+        self._sink, self._when, self._done = sink, when, done
         self._parameters, self._gradients = parameters, gradients
         self._seen: list[_Seen] = []
+        self._used = False
+
+    def begin(self) -> None:
+        """A capture, which counts its steps from 0, will drive it.
+
+        Raises:
+            ValueError: If it has recorded steps of another one.
+        """
+        if self._used:
+            raise ValueError(
+                "capture: trajectory= has recorded steps of another capture, which would be recorded over. Make one "
+                "for each: record(..., steps_done=n) goes on at step n."
+            )
 
     def wants(self, number: int) -> bool:
         """Whether a step is to be recorded."""
-        return self._when(number)
+        return self._when(number + self._done)
 
     def before(self, number: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """An optimizer is about to step."""
@@ -141,8 +163,9 @@ class Recorder:
         if not after:
             return
         clip = clip_of(before, after, scale)
+        self._used = True
         step = Step(
-            number,
+            number + self._done,
             {n: rule for part in seen for n, rule in part.optimizers.items() if n in after},
             {n: state for part in seen for n, state in part.states.items() if n in after},
             {n: g for part in seen for n, g in part.gradients.items()},

@@ -253,6 +253,36 @@ def test_sinks_are_closed_and_see_every_block_once(rng, tmp_path):
     assert open_store(tmp_path / "cut").steps() == (0, 1, 2)
 
 
+@pytest.mark.parametrize("calls", [False, True], ids=["close", "call"])
+def test_sinks_are_closed_whatever_another_one_raises(calls, rng, tmp_path):
+    class Broken:
+        def __call__(self, block: Block) -> None:
+            if calls:
+                raise OSError("no space")
+
+        def close(self) -> None:
+            raise OSError("no space")
+
+    model, sink = seeded(MLP), store(tmp_path)
+    with pytest.raises(OSError, match="no space"), capture(model, sinks=[sink, Broken()], loss="sum"):
+        plain(model, [classes(rng)])
+    assert open_store(tmp_path).steps() == (0,)
+    with pytest.raises(OSError), capture(model, sinks=[Broken(), store(tmp_path / "after")], loss="sum"):
+        plain(model, [classes(rng)])
+    assert not list((tmp_path / "after").glob("*.lock"))
+
+
+def test_blocks_that_did_not_wait_for_the_first_step_are_told_of(rng):
+    model, blocks = seeded(MLP), []
+    moving = SGD(model.parameters(), lr=0.4)
+    with capture(model, sinks=[blocks.append], loss="sum"):
+        for _ in range(66):
+            sum_ce(model, classes(rng, 1)).backward()
+        with pytest.warns(RuntimeWarning, match="65 blocks went to the sinks before any optimizer"):
+            moving.step()
+    assert [b.examples.learning_rate for b in blocks] == [None] * 65 + [0.4]
+
+
 def test_tracin_from_stores_equals_the_formula(rng, tmp_path):
     """sum over steps of rate x c_i x <G_i, V_q>, all at the parameters of the step, computed densely on the side."""
     model = seeded(lambda: LossLM(layers=1, tied=True)).train()

@@ -232,6 +232,17 @@ def test_several_optimizers_each_turn_their_own() -> None:
         assert_gradients(block_gradients(block), expected[2 * k] | expected[2 * k + 1], 1e-9)
 
 
+def test_a_layer_divided_between_optimizers_is_refused_before_it_moves() -> None:
+    model = seeded(MLP)
+    before = copy.deepcopy(model.state_dict())
+    first = optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
+    with capture(model, loss="example_mean", directions=Directions("sum")):
+        mean_ce(model, batches(1)[0]).backward()
+        with pytest.raises(ValueError, match=r"moves \['last.weight'\] but not \['last.bias'\]"):
+            first.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+
+
 def test_within_a_closure() -> None:
     """The state is that before the step also where the backward runs inside of it."""
     model, blocks, right = seeded(MLP), list[Block](), list[dict[str, Tensor]]()

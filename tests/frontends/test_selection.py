@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attrax.core import stored
-from attrax.frontends import capture, causal_lm, classification, select, selections, to_pandas
+from attrax.core import GradTree, Recorded, stored
+from attrax.frontends import capture, causal_lm, classification, record, select, selections, to_pandas
 from attrax.frontends.selection import Decision
 from attrax.methods import drop_fraction, drop_negative, greats
 
@@ -250,6 +250,39 @@ def test_clipping_comes_after(rng):
     got, right = grads(model), backward(model, lambda: sum_ce(model, only(batch, kept_of(decisions))))
     assert float(norm) == pytest.approx(float(torch.cat([g.flatten() for g in right.values()]).norm()))
     assert_gradients(got, {n: g * 0.01 / (norm + 1e-6) for n, g in right.items()})
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_recorded_steps_use_the_kept_examples_of_the_blocks(scaled, rng):
+    """Selection, accumulation, loss scaling, clipping and records at once."""
+    model, steps, blocks = seeded(MLP), [], []
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1, enabled=scaled)
+    moving = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def weigh(inputs: Any, rows: int) -> Any:
+        return torch.full((rows,), scaler.get_scale() / rows / 2, dtype=torch.float64), None
+
+    how = {"sinks": [blocks.append], "loss": weigh, "scaler": scaler, "trajectory": record(steps.append)}
+    running, decisions = selecting(model, classes(rng, 3), CLASSIFY, how=how)
+    norms: list[float] = []
+    with running:
+        for k in range(6):
+            scaler.scale(mean_ce(model, classes(rng, 6)) / 2).backward()
+            if k % 2:
+                scaler.unscale_(moving)
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+                scaler.step(moving)
+                scaler.update()
+                moving.zero_grad()
+    run = Recorded(steps, blocks)
+    for number, norm in zip(run.steps, norms, strict=True):
+        step, total = run.step(number), dict[str, Tensor]()
+        assert step.clip is not None and step.clip.norm == pytest.approx(norm) and step.clip.coefficient < 1
+        for examples, leaves in run.gradients(number).map(lambda name, leaf, _: leaf):
+            (keep,) = (d.keep for d in decisions if (d.step, d.micro) == (number, examples.micro))
+            for n, g in stored(GradTree(leaves)).items():
+                total[n] = total.get(n, 0) + step.clip.coefficient * g[torch.tensor(keep)].sum(0)
+        assert_gradients(total, step.gradients, 1e-9)
 
 
 def test_a_loss_that_is_scaled(rng):

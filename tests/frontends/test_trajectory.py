@@ -16,7 +16,7 @@ from attrax.frontends import capture, open_store, open_trajectory, read_optimize
 from attrax.frontends.stepfiles import read_step, step_path, write_step
 from attrax.frontends.trajectory import Recorder
 
-from .loops import mean_ce, own_loss
+from .loops import mean_ce, own_loss, sum_ce
 from .models import MLP, LossLM, classes, documents, seeded
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -230,6 +230,18 @@ def test_a_model_with_its_own_loss_and_tied_weights(tmp_path: Path) -> None:
     assert_adds_up(found, active=True)
 
 
+def test_the_clipping_of_an_empty_batch_is_unknown(rng: torch.Generator) -> None:
+    """What the backward before left in `.grad` says nothing about it."""
+    model, steps = seeded(MLP), list[Step]()
+    moving = optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, loss="sum", trajectory=record(steps.append)):
+        for rows in (3, 0, 3):
+            moving.zero_grad()
+            sum_ce(model, classes(rng, rows)).backward()
+            moving.step()
+    assert [step.clip is None for step in steps] == [False, True, False]
+
+
 def test_several_optimizers_make_one_step() -> None:
     model, steps, blocks = seeded(MLP), list[Step](), list[Any]()
     first = optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9)
@@ -364,6 +376,47 @@ def test_a_run_is_not_written_over_by_accident(tmp_path: Path) -> None:
     assert isinstance(record(tmp_path, overwrite=True), Recorder) and not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="holds no recorded steps"):
         open_trajectory(tmp_path)
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Steps after the checkpoint are superseded, in the record and in the store alike."""
+    model, data = seeded(MLP), batches(6)
+    moving = optim.AdamW(model.parameters(), lr=0.05)
+
+    def train(some: list[Any], **done: int) -> None:
+        with (
+            store(tmp_path, run="r", **done) as sink,
+            capture(model, sinks=[sink], loss="example_mean", trajectory=record(tmp_path, **done)),
+        ):
+            for batch in some:
+                moving.zero_grad()
+                mean_ce(model, batch).backward()
+                moving.step()
+
+    train(data[:3])
+    saved = copy.deepcopy((model.state_dict(), moving.state_dict()))
+    train(data[3:], steps_done=3)
+    model.load_state_dict(saved[0])
+    moving.load_state_dict(saved[1])
+    train(data[:2], steps_done=3)
+    found = open_trajectory(tmp_path)
+    assert found.steps == (0, 1, 2, 3, 4)
+    assert_adds_up(found)
+    chosen: list[int] = []
+    with capture(model, trajectory=record([].append, when=lambda k: bool(chosen.append(k)), steps_done=7)):
+        mean_ce(model, data[0]).backward()
+        moving.step()
+    assert set(chosen) == {7}
+    with pytest.raises(ValueError, match="steps_done=-1"):
+        record(tmp_path, steps_done=-1)
+
+
+def test_two_captures_do_not_share_a_record(tmp_path: Path) -> None:
+    model, recording = seeded(MLP), record(tmp_path)
+    with capture(model, trajectory=recording):
+        loop(model, batches(1), two_groups)
+    with pytest.raises(ValueError, match="has recorded steps of another capture"):
+        capture(model, trajectory=recording)
 
 
 def test_steps_and_gradients_may_lie_apart(tmp_path: Path) -> None:
