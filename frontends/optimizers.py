@@ -44,8 +44,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[
         them to keep them), sharded ones are gathered; a parameter that was never moved has an empty one.
 
     Raises:
-        ValueError: If the optimizer does not act coordinate by coordinate or is not known, or parameters are pieces of
-            a flat one.
+        ValueError: If the optimizer does not act coordinate by coordinate or is not known.
 
     >>> layer = nn.Linear(2, 1)
     >>> groups = [{"params": [layer.bias], "weight_decay": 0.0}, {"params": [layer.weight]}]
