@@ -112,7 +112,7 @@ def judge(
 
     >>> import torch
     >>> effects = Scores(torch.tensor([[0.1], [0.3], [0.2]]), ("a", "b", "c"), ("q",))
-    >>> judge({"same": effects}, effects, resamples=20)[0].mean
+    >>> round(judge({"same": effects}, effects, resamples=20)[0].mean, 6)
     1.0
     """
     groups = groups or {}

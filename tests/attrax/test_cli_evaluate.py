@@ -80,8 +80,8 @@ def test_a_helpful_example_is_one_without_which_the_loss_rises(table, rng):
     table("same.csv", without - loss)
     table("opposite.csv", loss - without)
     found = results("opposite.csv", "same.csv", "-e", "effects.csv")
-    assert (found["same.csv"]["spearman"], found["opposite.csv"]["spearman"]) == (1.0, -1.0)
-    assert found["same.csv"]["interval"] == [1.0, 1.0] and found["opposite.csv"]["interval"] == [-1.0, -1.0]
+    for name, expected in (("same.csv", 1.0), ("opposite.csv", -1.0)):
+        assert [found[name]["spearman"], *found[name]["interval"]] == pytest.approx([expected] * 3)
     assert list(found) == ["same.csv", "opposite.csv"]
 
 
