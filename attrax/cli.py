@@ -405,6 +405,50 @@ def _judgement(judged: "list[Judged]") -> None:
             typer.echo(f"{one.source}: constant, so without correlation: {', '.join(named)}")
 
 
+@app.command(
+    epilog="Example:  attrax retrain -m base -t train.jsonl -q questions.jsonl --lr 1e-4 --removals 50 -o retrained"
+)
+def retrain(
+    model: Annotated[str, typer.Option("--model", "-m", help="The model before training, as a folder.")],
+    train: o.Train,
+    query: Annotated[str, typer.Option("--query", "-q", help="Whose losses to watch, in the same formats.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder; a second call goes on where one stopped.")],
+    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")],
+    batch_size: Annotated[int, typer.Option(help="Examples of a step.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Passes over the train data, each shuffled.")] = 1,
+    warmup: Annotated[
+        float, typer.Option(help="Part of the steps whose rate rises; then it falls to 0.")
+    ] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Not on biases and norms.")] = 0.0,
+    clip: Annotated[float | None, typer.Option(help="Bound of the gradient norm. Default: none.")] = None,
+    removals: Annotated[int, typer.Option(help="Examples to remove, one a training, drawn at random.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the order of data and of the removals.")] = 0,
+    max_length: o.MaxLength = None,
+    tokens: o.Tokens = 4096,
+    device: o.Device = "auto",
+    quiet: o.Quiet = False,
+) -> None:
+    """Train a model again and again without one example, to measure what that does to the losses of queries.
+
+    Without = weight 0 of its loss: batches, order and denominators stay. Writes effects.parquet for attrax evaluate,
+    the trained model (score this one: attrax score -m OUT/model), and precision.json: effects below ten times the
+    noise_floor are rounding; linearity says how far partial removals are from proportional (0 = proportional).
+    """
+    given = {name: value for name, value in locals().items() if name not in ("removals", "quiet")}
+    from dataclasses import fields
+
+    from attrax.config import configured
+    from attrax.retrain import Training
+    from attrax.retrain import retrain as run
+
+    training = Training(**{field.name: given.pop(field.name) for field in fields(Training)})
+    with _bars(quiet) as track:
+        precision = run(configured(given), training, removals, track)
+    if not quiet:
+        for name, value in precision.items():
+            typer.echo(f"{name}: {value}")
+
+
 @app.command(epilog="Example:  attrax compact grads")
 def compact(
     path: Annotated[Path, typer.Argument(help="Gradient store that nobody is writing.")],
