@@ -24,6 +24,7 @@ from attrax import options as o
 if TYPE_CHECKING:
     from attrax.config import Config, Recorded
     from attrax.core import Scores
+    from attrax.evaluate import Judged
     from attrax.pipeline import Track
 
 
@@ -316,6 +317,136 @@ def inspect(
         typer.echo(f"{name}: {value}")
     if (file.parent / "config.yaml").is_file():
         typer.echo("\n" + (file.parent / "config.yaml").read_text(encoding="utf-8").rstrip())
+
+
+@app.command(
+    epilog="Example:  attrax evaluate result-ekfac result-graddot --effects retrained/effects.parquet"
+)
+def evaluate(
+    scores: Annotated[list[Path], typer.Argument(help="Result folders or scores files.")],
+    effects: Annotated[
+        Path,
+        typer.Option(
+            "--effects",
+            "-e",
+            help="Scores file of effects (attrax retrain, or attrax.write_scores): a row per removal, a column per "
+            "query, numbers f_q(trained without) - f_q(trained).",
+        ),
+    ],
+    groups: Annotated[
+        Path | None,
+        typer.Option(
+            "--groups",
+            "-g",
+            help='Where rows of effects are named sets: a JSON file {"name": ["id", …], …}. Members\' scores are '
+            "added up.",
+        ),
+    ] = None,
+    lds: Annotated[
+        bool,
+        typer.Option(
+            "--lds",
+            help="Effects are losses of models that were trained on the groups alone (Park et al. 2023).",
+        ),
+    ] = False,
+    export: Annotated[
+        Path | None, typer.Option("--json", help="Write everything, each query's too, as JSON.")
+    ] = None,
+    resamples: Annotated[int, typer.Option("--resamples", min=100, help="Draws of the bootstrap.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the bootstrap.")] = 0,
+) -> None:
+    """Say how well scores foretell what training without examples does: 1 = in the same order, 0 = chance.
+
+    Spearman's correlation of scores and effects over the removals, for every query, then the mean over queries. The
+    95 % interval draws removals and queries anew. Without a helpful example the loss rises: effect and score are both
+    positive. A query whose scores or effects are all equal has no correlation; it is named and left out of the mean.
+    """
+    import json
+
+    from attrax.evaluate import judge, read_groups
+    from attrax.frontends.tables import read_scores
+
+    judged = judge(
+        {str(path): read_scores(_scores_file(path) or path) for path in scores},
+        read_scores(_scores_file(effects) or effects),
+        read_groups(groups) if groups else None,
+        lds=lds,
+        resamples=resamples,
+        seed=seed,
+    )
+    if export:
+        content = {"effects": str(effects), "lds": lds, "results": [one.plain() for one in judged]}
+        export.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+    _judgement(judged)
+
+
+def _judgement(judged: "list[Judged]") -> None:
+    from attrax.frontends.records import needed
+
+    needed("rich", "cli", "progress bars and tables")
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE)
+    for name in ("scores", "method", "Spearman", "95 % interval", "removals", "queries", "constant"):
+        numeric = name not in ("scores", "method")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
+    for one in judged:
+        mean = "none" if one.mean is None else f"{one.mean:+.3f}"
+        interval = "none" if one.interval is None else "{:+.3f} to {:+.3f}".format(*one.interval)
+        counts = (one.removals, len(one.correlations), len(one.constant))
+        table.add_row(Text(one.source), Text(one.method), mean, interval, *map(str, counts))
+    Console().print(table)
+    for one in judged:
+        named = [f"{query} ({side})" for query, side in one.constant.items()]
+        if named:
+            typer.echo(f"{one.source}: constant, so without correlation: {', '.join(named)}")
+
+
+@app.command(
+    epilog="Example:  attrax retrain -m base -t train.jsonl -q questions.jsonl --lr 1e-4 --removals 50 -o retrained"
+)
+def retrain(
+    model: Annotated[str, typer.Option("--model", "-m", help="The model before training, as a folder.")],
+    train: o.Train,
+    query: Annotated[str, typer.Option("--query", "-q", help="Whose losses to watch, in the same formats.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder; a second call goes on where one stopped.")],
+    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")],
+    batch_size: Annotated[int, typer.Option(help="Examples of a step.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Passes over the train data, each shuffled.")] = 1,
+    warmup: Annotated[
+        float, typer.Option(help="Part of the steps whose rate rises; then it falls to 0.")
+    ] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Not on biases and norms.")] = 0.0,
+    clip: Annotated[float | None, typer.Option(help="Bound of the gradient norm. Default: none.")] = None,
+    removals: Annotated[int, typer.Option(help="Examples to remove, one a training, drawn at random.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the order of data and of the removals.")] = 0,
+    max_length: o.MaxLength = None,
+    tokens: o.Tokens = 4096,
+    device: o.Device = "auto",
+    quiet: o.Quiet = False,
+) -> None:
+    """Train a model again and again without one example, to measure what that does to the losses of queries.
+
+    Without = weight 0 of its loss: batches, order and denominators stay. Writes effects.parquet for attrax evaluate,
+    the trained model (score this one: attrax score -m OUT/model), and precision.json: effects below ten times the
+    noise_floor are rounding; linearity says how far partial removals are from proportional (0 = proportional).
+    """
+    given = {name: value for name, value in locals().items() if name not in ("removals", "quiet")}
+    from dataclasses import fields
+
+    from attrax.config import configured
+    from attrax.retrain import Training
+    from attrax.retrain import retrain as run
+
+    training = Training(**{field.name: given.pop(field.name) for field in fields(Training)})
+    with _bars(quiet) as track:
+        precision = run(configured(given), training, removals, track)
+    if not quiet:
+        for name, value in precision.items():
+            typer.echo(f"{name}: {value}")
 
 
 @app.command(epilog="Example:  attrax compact grads")

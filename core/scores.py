@@ -139,7 +139,8 @@ class Scores:
         tensor([2., 1.])
         """
         place = {i: k for k, i in enumerate(ids)}
-        missing = [i for i in place if i not in set(self.ids)]
+        known = set(self.ids)
+        missing = [i for i in place if i not in known]
         if missing:
             raise KeyError(f"in_order: {len(missing)} examples have no score, e.g. {missing[:5]}.")
         steps, micros = self.steps or (0,) * len(self), self.micros or (0,) * len(self)
