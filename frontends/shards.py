@@ -28,7 +28,6 @@ from attrax.core.schema import (
     Packed,
     Record,
     ShardInfo,
-    concat_packed,
     form_from_json,
     offsets_of,
     take_packed,
@@ -47,6 +46,7 @@ from attrax.frontends.h5types import (
     read_text,
     write_array,
     write_numbers,
+    write_pieces,
     write_strings,
     write_text,
 )
@@ -92,7 +92,7 @@ def write_shard(
         if replaces:
             write_strings(file.create_group("replaces"), replaces)
         _write_examples(file, records)
-        _write_leaves(file, records)
+        _write_leaves(target, file, records)
         for number, name in enumerate(records[0].columns):
             _write_column(file.create_group(f"columns/{number}"), name, [r.columns[name] for r in records])
 
@@ -125,7 +125,7 @@ def _write_examples(file: h5py.File, records: Sequence[Record]) -> None:
     write_strings(blocks.create_group("fingerprint"), [e.fingerprint for e in examples])
 
 
-def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
+def _write_leaves(target: NewFile, file: h5py.File, records: Sequence[Record]) -> None:
     pieces: dict[tuple[str, Form], list[Packed]] = {}
     signatures: dict[tuple[tuple[str, Form], ...], int] = {}
     kinds: list[int] = []
@@ -145,16 +145,18 @@ def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
         leaf = leaves.create_group(str(number))
         write_text(leaf, "name", name)
         write_text(leaf, "form", json.dumps(asdict(form), ensure_ascii=False))
-        _write_packed(leaf, concat_packed(pieces[name, form]))
+        _write_packed(target, leaf, pieces[name, form])
 
 
-def _write_packed(group: h5py.Group, packed: Packed) -> None:
-    for described, x in zip(packed.form.arrays, packed.arrays, strict=True):
-        write_array(group, described.name, x)
-    if packed.form.kind not in ("Materialized", "Sum"):
-        write_numbers(group, "offsets", packed.offsets)
-    for number, use in enumerate(packed.uses):
-        _write_packed(group.create_group(f"uses/{number}"), use)
+def _write_packed(target: NewFile, group: h5py.Group, pieces: Sequence[Packed]) -> None:
+    form = pieces[0].form
+    for number, described in enumerate(form.arrays):
+        write_pieces(target, group, described.name, [piece.arrays[number] for piece in pieces])
+    if form.kind not in ("Materialized", "Sum"):
+        write_numbers(group, "offsets", offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces])))
+    for number in range(len(form.uses)):
+        use = group.create_group(f"uses/{number}")
+        _write_packed(target, use, [piece.uses[number] for piece in pieces])
 
 
 def _write_column(group: h5py.Group, name: str, values: Sequence[Tensor | tuple[str, ...]]) -> None:
