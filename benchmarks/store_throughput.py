@@ -132,6 +132,7 @@ def repetition(where: Path, made: list[Block], sizes: list[int], number: int) ->
         "store, prefetch=2": lambda: read_store(where / "store", 2),
     }
     found = {f"write {name}": timed(writers[name]) for name in list(writers)[turn]}
+    open_store(where / "store")
     for state in ("cold", "warm"):
         for name in list(readers)[turn]:
             if state == "cold":

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import h5py
 import numpy as np
@@ -24,12 +24,14 @@ from jaxtyping import Int, UInt
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from attrax.core.schema import offsets_of, ranges, uninitialized
+from attrax.core.schema import Memory, offsets_of, ranges, uninitialized
 
 CHUNK_BYTES = 2**18
 CHECKSUMS = b"xxh3"
 _AT_ONCE = 1024  # pieces that the system takes in one call
 
+Offsets: TypeAlias = tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]
+"""Starts and counts of consecutive ranges."""
 Node = TypeVar("Node", h5g.GroupID, h5d.DatasetID)
 _WORDS: Mapping[type, str] = {h5g.GroupID: "group", h5d.DatasetID: "dataset"}
 
@@ -251,8 +253,9 @@ def write_strings(group: h5py.Group, strings: Sequence[str]) -> None:
 
 def write_text(owner: h5py.Group, name: str, value: str) -> None:
     """Write a text attribute of fixed length: unlike variable-length text it is covered by a checksum."""
-    data = value.encode()
-    owner.attrs.create(name, np.array(data), dtype=h5py.string_dtype("utf-8", max(1, len(data))))
+    data = np.array(value.encode())
+    kind = h5t.py_create(h5py.string_dtype("utf-8", data.itemsize))
+    h5a.create(owner.id, name.encode(), kind, h5s.create(h5s.SCALAR)).write(data, mtype=kind)
 
 
 def open_file(path: Path) -> h5py.File:
@@ -346,11 +349,11 @@ def checked(group: h5py.Group, name: str) -> Checked:
     return Checked(dataset, name, shape, dtype, chunk, checksums, file.get_vfd_handle())
 
 
-def _read_chunks(source: Checked, first: int, last: int) -> Tensor:
+def _read_chunks(source: Checked, first: int, last: int, memory: Memory) -> Tensor:
     """The rows of chunks `first` to `last` - 1, compared with their checksums."""
     rows = source.chunk[0]
     start, stop = first * rows, min(last * rows, source.shape[0])
-    out = uninitialized((stop - start, *source.shape[1:]), source.dtype)
+    out = memory((stop - start, *source.shape[1:]), source.dtype)
     if out.numel():
         data, done = _bytes(out), 0
         for place, size in _extents(source.dataset, source.shape, source.chunk, out.itemsize, first, last):
@@ -374,7 +377,7 @@ def _read_at(source: Checked, place: int, out: memoryview) -> None:
 def read_array(group: h5py.Group, name: str) -> Tensor:
     """All of a dataset."""
     source = checked(group, name)
-    return _read_chunks(source, 0, -(-source.shape[0] // source.chunk[0]))
+    return _read_chunks(source, 0, -(-source.shape[0] // source.chunk[0]), uninitialized)
 
 
 def read_numbers(group: h5py.Group, name: str) -> Int[np.ndarray, " n"]:
@@ -390,7 +393,11 @@ def read_numbers(group: h5py.Group, name: str) -> Int[np.ndarray, " n"]:
 
 
 def read_ranges(
-    group: h5py.Group, name: str, starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]
+    group: h5py.Group,
+    name: str,
+    starts: Int[np.ndarray, " n"],
+    counts: Int[np.ndarray, " n"],
+    memory: Memory = uninitialized,
 ) -> Tensor:
     """Rows of ascending ranges ``[start, start + count)`` of a dataset, one range after another.
 
@@ -411,7 +418,7 @@ def read_ranges(
     pieces: list[Tensor] = []
     for these in np.split(np.arange(len(starts)), breaks):
         begin, end = (int(first[these[0]]), int(last[these[-1]])) if len(these) else (0, 0)
-        slab = _read_chunks(source, begin, end)
+        slab = _read_chunks(source, begin, end, memory)
         at = starts[these] - begin * rows
         pieces.append(_picked(slab, at, counts[these]))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -426,17 +433,26 @@ def _picked(slab: Tensor, starts: np.ndarray, counts: np.ndarray) -> Tensor:
     return slab[torch.from_numpy(ranges(starts, counts))]
 
 
-def read_offsets(group: h5py.Group) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+def read_offsets(group: h5py.Group, shared: dict[int, Offsets] | None = None) -> Offsets:
     """Starts and counts of consecutive ranges.
+
+    Args:
+        group: The group in which they are.
+        shared: Those that were read from this file, by their place in it; groups may share them.
 
     Raises:
         ValueError: If they are not ascending from 0.
     """
-    offsets = read_numbers(group, "offsets")
-    counts = np.diff(offsets)
-    if not len(offsets) or offsets[0] != 0 or (counts < 0).any():
-        raise ValueError(f"'{group.name}/offsets' do not ascend from 0")
-    return offsets[:-1], counts
+    shared = {} if shared is None else shared
+    links = group.id.links
+    place = links.get_info(b"offsets").u if links.exists(b"offsets") else 0
+    if place not in shared:
+        offsets = read_numbers(group, "offsets")
+        counts = np.diff(offsets)
+        if not len(offsets) or offsets[0] != 0 or (counts < 0).any():
+            raise ValueError(f"'{group.name}/offsets' do not ascend from 0")
+        shared[place] = offsets[:-1], counts
+    return shared[place]
 
 
 def read_strings(group: h5py.Group) -> tuple[str, ...]:

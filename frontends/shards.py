@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from attrax.core.schema import (
     SCHEMA,
     Array,
     Form,
+    Memory,
     Packed,
     Record,
     ShardInfo,
@@ -33,8 +35,10 @@ from attrax.core.schema import (
     take_packed,
 )
 from attrax.core.tree import Examples
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.h5types import (
     NewFile,
+    Offsets,
     child,
     open_file,
     read_array,
@@ -141,22 +145,35 @@ def _write_leaves(target: NewFile, file: h5py.File, records: Sequence[Record]) -
     write_numbers(group, "leaf", flat)
     write_numbers(group, "offsets", offsets_of(np.array([len(keys) for keys in signatures], np.int64)))
     leaves = file.create_group("leaves")
+    written: dict[bytes, h5py.Group] = {}
     for (name, form), number in numbers.items():
         leaf = leaves.create_group(str(number))
         write_text(leaf, "name", name)
-        write_text(leaf, "form", json.dumps(asdict(form), ensure_ascii=False))
-        _write_packed(target, leaf, pieces[name, form])
+        write_text(leaf, "form", _json(form))
+        _write_packed(target, leaf, pieces[name, form], written)
 
 
-def _write_packed(target: NewFile, group: h5py.Group, pieces: Sequence[Packed]) -> None:
+@lru_cache(4096)
+def _json(form: Form) -> str:
+    return json.dumps(asdict(form), ensure_ascii=False)
+
+
+def _write_packed(
+    target: NewFile, group: h5py.Group, pieces: Sequence[Packed], written: dict[bytes, h5py.Group]
+) -> None:
     form = pieces[0].form
     for number, described in enumerate(form.arrays):
         write_pieces(target, group, described.name, [piece.arrays[number] for piece in pieces])
     if form.kind not in ("Materialized", "Sum"):
-        write_numbers(group, "offsets", offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces])))
+        offsets = offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces]))
+        same = written.setdefault(offsets.tobytes(), group)
+        if same is group:
+            write_numbers(group, "offsets", offsets)
+        else:
+            group.id.links.create_hard(b"offsets", same.id, b"offsets")
     for number in range(len(form.uses)):
         use = group.create_group(f"uses/{number}")
-        _write_packed(target, use, [piece.uses[number] for piece in pieces])
+        _write_packed(target, use, [piece.uses[number] for piece in pieces], written)
 
 
 def _write_column(group: h5py.Group, name: str, values: Sequence[Tensor | tuple[str, ...]]) -> None:
@@ -318,6 +335,8 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loa
             if not len(bits) == len(known) == len(info.sizes):
                 raise ValueError("the lists of blocks have different lengths")
         kind_of_row = np.repeat(info.kinds, info.sizes)
+        shared: dict[int, Offsets] = {}
+        memory = Buffers().array
         leaves: dict[str, list[tuple[np.ndarray, Packed]]] = defaultdict(list)
         for number, (name, form) in enumerate(info.leaves):
             owners = np.array([number in signature for signature in info.signatures])[kind_of_row]
@@ -326,34 +345,51 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loa
             if len(having):
                 with _explained(info.name, f"leaf '{name}' (leaves/{number})"):
                     packed = _read_packed(
-                        child(leaf_groups, str(number)), form, place[having], int(owners.sum())
+                        child(leaf_groups, str(number)),
+                        form,
+                        place[having],
+                        int(owners.sum()),
+                        shared,
+                        memory,
                     )
                     leaves[name].append((having, packed))
     return Loaded(rows, weight, tokens, bits, known, leaves)
 
 
-def _read_packed(group: h5py.Group, form: Form, index: Int[np.ndarray, " n"], examples: int) -> Packed:
+def _read_packed(
+    group: h5py.Group,
+    form: Form,
+    index: Int[np.ndarray, " n"],
+    examples: int,
+    shared: dict[int, Offsets],
+    memory: Memory,
+) -> Packed:
     starts, counts = index, np.ones_like(index)
     if form.kind not in ("Materialized", "Sum"):
-        all_starts, all_counts = read_offsets(group)
+        all_starts, all_counts = read_offsets(group, shared)
         if len(all_counts) != examples:
             raise ValueError(f"it has {len(all_counts)} examples, its blocks have {examples}")
         starts, counts = all_starts[index], all_counts[index]
-    arrays = tuple(_read_rows(group, described, starts, counts) for described in form.arrays)
+    arrays = tuple(_read_rows(group, described, starts, counts, memory) for described in form.arrays)
     if form.kind == "Lookup" and arrays[0].numel():
         low, high = (int(x) for x in arrays[0].aminmax())
         if low < 0 or high >= form.rows:
             raise ValueError(f"its ids reach from {low} to {high}, its vocabulary has {form.rows} entries")
     uses = tuple(
-        _read_packed(child(group, "uses", str(n)), u, index, examples) for n, u in enumerate(form.uses)
+        _read_packed(child(group, "uses", str(n)), u, index, examples, shared, memory)
+        for n, u in enumerate(form.uses)
     )
     return Packed(form, arrays, offsets_of(counts), uses)
 
 
 def _read_rows(
-    group: h5py.Group, described: Array, starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]
+    group: h5py.Group,
+    described: Array,
+    starts: Int[np.ndarray, " n"],
+    counts: Int[np.ndarray, " n"],
+    memory: Memory,
 ) -> Tensor:
-    rows = read_ranges(group, described.name, starts, counts)
+    rows = read_ranges(group, described.name, starts, counts, memory)
     found = Array(described.name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
     if found != described:
         raise ValueError(f"its array is {found}, it should be {described}")
