@@ -1,9 +1,10 @@
 """The gradient file: how leaves become plain arrays, and what one shard of a store holds.
 
 A store is a directory of HDF5 files ``*.shard.h5``, each complete in itself and never changed once it has its name.
-K blocks of together N examples lie one after another.  All datasets are chunked, without filters, and have an attribute
-xxh3 [chunks] uint64: the XXH3-64 of the bytes of every chunk of rows (as many as ``chunks[0]``, the last one what
-remains).  Metadata carries the checksums of the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
+K blocks of together N examples lie one after another.  All datasets are chunked, without filters, and have an
+attribute xxh3 [chunks] uint64: the XXH3-64 of the bytes of every chunk of rows (as many as ``chunks[0]``, the last
+one what remains).  A chunk is a contiguous piece of its array; leaves with the same offsets share them by a hard
+link.  Metadata carries the checksums of the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
 
     /                     attributes format, schema, attrax, run, rank, sequence, writer, created, steps_done (-1 =
                           none); a compacted shard also has first and replaces/ (like /ids/: names of those it replaces)
@@ -294,7 +295,7 @@ def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
 
 def _kept(rows: Tensor, lengths: Int[np.ndarray, " B"], memory: Memory) -> Tensor:
     """The first rows of every call of each example, one after another."""
-    B, calls, T = rows.shape[:3]
+    calls, T = rows.shape[1:3]
     longest = int(lengths.max(initial=0))
     if (lengths == longest).all():
         kept = rows[:, :, :longest]

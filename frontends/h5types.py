@@ -10,6 +10,7 @@ has.
 
 import itertools
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,12 +121,13 @@ def _extents(
     dataset: Any, shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, first: int, last: int
 ) -> list[tuple[int, int]]:
     """Where the rows of chunks `first` to `last` - 1 lie in the file: (place, bytes), neighbors as one."""
-    cuts = [range(first, last), *(range(-(-n // c)) for n, c in zip(shape[1:], chunk[1:], strict=True))]
-    found: list[tuple[int, int]] = []
-    for index in itertools.product(*cuts):
-        start = tuple(i * c for i, c in zip(index, chunk, strict=True))
-        sides = (min(c, n - s) for s, c, n in zip(start, chunk, shape, strict=True))
-        place, size = dataset.get_chunk_info_by_coord(start).byte_offset, itemsize * math.prod(sides)
+    starts = [range(first * chunk[0], min(last * chunk[0], shape[0]), chunk[0])]
+    starts += [range(0, n, c) for n, c in zip(shape[1:], chunk[1:], strict=True)]
+    full, found = itemsize * math.prod(chunk), list[tuple[int, int]]()
+    for start in itertools.product(*starts):
+        place, size = dataset.get_chunk_info_by_coord(start).byte_offset, full
+        if any(map(operator.gt, map(operator.add, start, chunk), shape)):
+            size = itemsize * math.prod(map(min, chunk, map(operator.sub, shape, start)))
         if found and sum(found[-1]) == place:
             place, size = found[-1][0], found.pop()[1] + size
         found.append((place, size))
@@ -275,6 +277,12 @@ def open_file(path: Path) -> h5py.File:
     return h5py.File(path, "r", driver="sec2", locking=True)
 
 
+def read_ahead(file: h5py.File) -> None:
+    """Let the system read all of a file from the disk while its descriptions are looked at."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.id.get_vfd_handle(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
 def member(group: h5py.Group, name: str, kind: type[Node]) -> Node:
     """A group or dataset that lies in this file.
 
@@ -282,9 +290,8 @@ def member(group: h5py.Group, name: str, kind: type[Node]) -> Node:
         ValueError: If it is missing, a link to elsewhere, or something else.
     """
     key, links = name.encode(), group.id.links
-    node = (
-        h5o.open(group.id, key) if links.exists(key) and links.get_info(key).type == h5l.TYPE_HARD else None
-    )
+    hard = links.exists(key) and links.get_info(key).type == h5l.TYPE_HARD
+    node = h5o.open(group.id, key) if hard else None
     if isinstance(node, kind):
         return node
     raise ValueError(f"'{group.name}/{name}' is not a {_WORDS[kind]} of this file")

@@ -41,6 +41,7 @@ from attrax.frontends.h5types import (
     Offsets,
     child,
     open_file,
+    read_ahead,
     read_array,
     read_number,
     read_numbers,
@@ -326,6 +327,8 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loa
     with _explained(info.name, "the file"):
         file = open_file(folder / info.name)
     with file:
+        if len(rows) == len(info.ids):
+            read_ahead(file)
         with _explained(info.name, "weights and tokens"):
             ones = np.ones_like(rows)
             blocks = child(file, "blocks")
