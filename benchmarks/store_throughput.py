@@ -1,28 +1,35 @@
-"""Writing and reading a gradient store against the same bytes written and read as plain files.
+"""Writing and reading a gradient store against the same bytes written and read as one plain file.
 
     python benchmarks/store_throughput.py benchmarks/results/store_throughput.json
 
-Each repetition writes the same gradients twice, in turn first: as a store (`store`, shards of 64 MiB in the background,
-each flushed to the disk and renamed), and raw: one file of the same size per shard, written from memory in one go,
-flushed and renamed, the directory flushed.  Both clocks stop when everything is on the disk.  The raw writer writes the
-bytes it has; the store takes blocks, whose arrays it copies first, because a training loop goes on to change them.
+The gradients are those of a Llama of 12 million parameters (6 layers, width 384, 1024 in the feed-forward part) in
+blocks of 8 examples, as capture delivers them: `factored`, the bfloat16 rows of its four linear leaves a layer
+(query, key and value share their input, as do gate and up) at 128 positions, of which the last has no gradient; and
+`projected`, float32 [64, 64] an example and leaf.  `attrax.store` gets no options.
 
-Then both are read, first cold (their pages dropped from the page cache, which is checked with mincore where it can be)
-and then warm: the raw files each into fresh memory, the store through `Store.map`, checksums compared, every leaf
-handed out.  The ratio is raw seconds / store seconds, medians over the repetitions; 1 is the speed of the files.
+Each repetition writes them twice, in alternating order: as a store (shards of 64 MiB in the background, each flushed
+to the disk and renamed), and raw: as many bytes in one file, from memory in one sequence, flushed once at the end.
+Both clocks stop when everything is on the disk.  The raw writer writes the bytes it has; the store takes blocks,
+whose arrays it copies first, because a training loop goes on to change them.
+
+Then both are read, first cold (their pages dropped from the page cache) and then warm: the raw file in one sequence
+into fresh memory, as much at a time as a shard has; the store through `Store.map`, checksums compared, every leaf
+handed out. The ratio is raw seconds / store seconds, medians over the repetitions; 1 is the speed of a plain file.
 Processor seconds of the process (user and system) are given beside those of the clock: on a machine with other work,
 the clock mostly counts the turns that others had (`load` says how many wanted to run).
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,27 +38,31 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from attrax.core import Block, Examples, GradTree, factorized, materialized
+from attrax.core import Block, Examples, GradTree, Leaf, factorized, materialized
 from attrax.frontends.store import open_store, store
 
 TRANSFER = 2**22
+BATCH, LAYERS = 8, 6
+LINEAR = {"qkv": (384, 1152), "o": (384, 384), "gate_up": (384, 2048), "down": (1024, 384)}
 
 
 def blocks(total: int, kind: str) -> list[Block]:
-    """Blocks of 32 examples of together about `total` bytes: projected gradients, or the factors of rows."""
+    """Blocks of 8 examples of together about `total` bytes: projected gradients, or the factors of rows."""
     gen = torch.Generator().manual_seed(0)
-    layers, found, done = [f"layers.{n}.weight" for n in range(8)], [], 0
+    found, done = [], 0
     while done < total:
-        if kind == "projected":
-            leaves = {n: materialized(n, torch.randn(32, 64, 64, generator=gen)) for n in layers}
-            size = sum(leaf.w.nbytes for leaf in leaves.values())
-        else:
-            made = {n: [torch.randn(32, 64, 256, generator=gen).bfloat16() for _ in "ag"] for n in layers}
-            leaves = {n: factorized(n, a, g) for n, (a, g) in made.items()}
-            size = sum(x.nbytes for pair in made.values() for x in pair)
-        ids = tuple(f"{len(found)}-{n}" for n in range(32))
-        found.append(Block(GradTree(leaves), Examples(ids)))
-        done += size
+        made: dict[str, Leaf] = {}
+        for layer, (name, (wide, out)) in itertools.product(range(LAYERS), LINEAR.items()):
+            label = f"layers.{layer}.{name}.weight"
+            if kind == "projected":
+                made[label] = materialized(label, torch.randn(BATCH, 64, 64, generator=gen))
+            else:
+                a, g = (torch.randn(BATCH, 128, n, generator=gen).bfloat16() for n in (wide, out))
+                g[:, -1] = 0
+                made[label] = factorized(label, a, g)
+        ids = tuple(f"{len(found)}-{n}" for n in range(BATCH))
+        found.append(Block(GradTree(made), Examples(ids)))
+        done += sum(x.nbytes for x in tree_leaves(found[-1].grads))
     return found
 
 
@@ -62,41 +73,30 @@ def timed(work: Callable[[], object]) -> dict[str, float]:
     return {"clock": time.perf_counter() - clock, "processor": time.process_time() - processor}
 
 
-def flushed(path: Path) -> None:
-    """Flush a file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def write_raw(path: Path, size: int, data: memoryview) -> None:
+    """One file of `size` bytes, those of `data` over and over, flushed at the end."""
+    descriptor, done = os.open(path, os.O_CREAT | os.O_WRONLY), 0
+    while done < size:
+        at = done % len(data)
+        done += os.write(descriptor, data[at : at + min(TRANSFER, size - done)])
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def write_raw(folder: Path, sizes: list[int], data: memoryview) -> None:
-    """One file a shard, under a temporary name, flushed and renamed."""
-    folder.mkdir()
-    for number, size in enumerate(sizes):
-        temporary = folder / "tmp"
-        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY)
-        done = 0
-        while done < size:
-            done += os.write(descriptor, data[done : min(size, done + TRANSFER)])
-        os.fsync(descriptor)
-        os.close(descriptor)
-        temporary.rename(folder / f"{number}")
-        flushed(folder)
-
-
-def read_raw(folder: Path) -> None:
-    """Every file into fresh memory."""
-    for path in sorted(folder.iterdir()):
-        out = memoryview(np.empty(path.stat().st_size, np.uint8))  # type: ignore[arg-type]
-        descriptor, done = os.open(path, os.O_RDONLY), 0
-        while done < len(out):
-            done += os.readv(descriptor, [out[done : done + TRANSFER]])
-        os.close(descriptor)
+def read_raw(path: Path, piece: int) -> None:
+    """The file in pieces into fresh memory."""
+    descriptor, left = os.open(path, os.O_RDONLY), path.stat().st_size
+    while left:
+        out = memoryview(np.empty(min(piece, left), np.uint8))  # type: ignore[arg-type]
+        while len(out):
+            done = os.readv(descriptor, [out[:TRANSFER]])
+            out, left = out[done:], left - done
+    os.close(descriptor)
 
 
 def write_store(folder: Path, made: list[Block]) -> None:
     """All blocks through a sink."""
-    with store(folder, keep_factored=True) as sink:
+    with store(folder) as sink:
         for block in made:
             sink(block)
 
@@ -109,34 +109,34 @@ def read_store(folder: Path, prefetch: int) -> int:
     return total
 
 
-def forget(folder: Path) -> None:
-    """Drop the pages of a folder's files from the page cache."""
+def forget(paths: Iterable[Path]) -> None:
+    """Drop the pages of files from the page cache."""
     os.sync()
-    for path in folder.iterdir():
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def repetition(
-    where: Path, made: list[Block], data: memoryview, sizes: list[int], first: int
-) -> dict[str, dict[str, float]]:
+def repetition(where: Path, made: list[Block], sizes: list[int], number: int) -> dict[str, dict[str, float]]:
     """Seconds of every part, store and raw in alternating order."""
-    both = {
+    data = memoryview(np.random.default_rng(0).bytes(max(sizes)))
+    turn = slice(None, None, 1 if number % 2 else -1)
+    writers: dict[str, Callable[[], object]] = {
+        "raw": lambda: write_raw(where / "raw", sum(sizes), data),
         "store": lambda: write_store(where / "store", made),
-        "raw": lambda: write_raw(where / "raw", sizes, data),
     }
-    order = ["store", "raw"][:: 1 if first % 2 else -1]
-    found = {f"write {name}": timed(both[name]) for name in order}
     readers: dict[str, Callable[[], object]] = {
-        "raw": lambda: read_raw(where / "raw"),
+        "raw": lambda: read_raw(where / "raw", max(sizes)),
         "store": lambda: read_store(where / "store", 0),
         "store, prefetch=2": lambda: read_store(where / "store", 2),
     }
+    found = {f"write {name}": timed(writers[name]) for name in list(writers)[turn]}
+    open_store(where / "store")
     for state in ("cold", "warm"):
-        for name in list(readers)[:: 1 if first % 2 else -1]:
+        for name in list(readers)[turn]:
             if state == "cold":
-                forget(where / name.split(",")[0])
+                forget([where / "raw"] if name == "raw" else (where / "store").iterdir())
             found[f"read {state} {name}"] = timed(readers[name])
     return found
 
@@ -147,11 +147,11 @@ def measure(where: Path, kind: str, total: int, repetitions: int) -> dict[str, A
     payload = sum(x.nbytes for b in made for x in tree_leaves(b.grads))
     write_store(where / "sizes", made)
     sizes = [path.stat().st_size for path in (where / "sizes").glob("*.shard.h5")]
-    data = memoryview(np.random.default_rng(0).bytes(max(sizes)))
+    shutil.rmtree(where / "sizes")
     runs: list[dict[str, dict[str, float]]] = []
     for number in range(repetitions):
         with tempfile.TemporaryDirectory(dir=where) as folder:
-            runs.append(repetition(Path(folder), made, data, sizes, number))
+            runs.append(repetition(Path(folder), made, sizes, number))
     seconds = {
         name: {unit: statistics.median(run[name][unit] for run in runs) for unit in ("clock", "processor")}
         for name in runs[0]

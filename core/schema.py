@@ -1,9 +1,10 @@
 """The gradient file: how leaves become plain arrays, and what one shard of a store holds.
 
 A store is a directory of HDF5 files ``*.shard.h5``, each complete in itself and never changed once it has its name.
-K blocks of together N examples lie one after another.  All datasets are chunked, without filters, and have an attribute
-xxh3 [chunks] uint64: the XXH3-64 of the bytes of every chunk of rows (as many as ``chunks[0]``, the last one what
-remains).  Metadata carries the checksums of the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
+K blocks of together N examples lie one after another.  All datasets are chunked, without filters, and have an
+attribute xxh3 [chunks] uint64: the XXH3-64 of the bytes of every chunk of rows (as many as ``chunks[0]``, the last
+one what remains).  A chunk is a contiguous piece of its array; leaves with the same offsets share them by a hard
+link.  Metadata carries the checksums of the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
 
     /                     attributes format, schema, attrax, run, rank, sequence, writer, created, steps_done (-1 =
                           none); a compacted shard also has first and replaces/ (like /ids/: names of those it replaces)
@@ -27,13 +28,13 @@ float, which plain h5py reads as float32.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from attrax.core.leaves import (
@@ -62,6 +63,9 @@ ARRAYS: Mapping[str, tuple[str, ...]] = {
     "Sum": (),
 }
 """Names of the arrays of each kind of leaf."""
+
+Rows: TypeAlias = Factorized | Lookup | Diagonal | Grouped
+"""Leaves that have rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +213,27 @@ def _array(name: str, x: Tensor, lead: int) -> Array:
     return Array(name, str(x.dtype).removeprefix("torch."), tuple(x.shape[lead:]))
 
 
-def pack(leaf: Leaf) -> Packed:
-    """Drop each example's trailing rows of zero g and lay the rest end to end; arrays are copies.
+def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """CPU memory for an array.  It comes from numpy, which asks for huge pages: five times faster to touch first."""
+    data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    if not len(data):
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
+
+
+Memory: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes memory on the CPU for an array of a shape and dtype."""
+
+
+def pack(leaf: Leaf, memory: Memory = uninitialized) -> Packed:
+    """Drop each example's trailing rows of zero g and lay the rest end to end.
+
+    Args:
+        leaf: The leaf, on the CPU.
+        memory: Makes the memory that the arrays are copied to.
+
+    Returns:
+        Its packed rows.
 
     >>> from attrax.core import diagonal
     >>> g = torch.tensor([[[1.0], [0.0], [2.0]], [[3.0], [0.0], [0.0]]])
@@ -222,17 +245,13 @@ def pack(leaf: Leaf) -> Packed:
     single = np.arange(batch_size(leaf) + 1)
     match leaf:
         case Sum():
-            return Packed(form, (), single, tuple(pack(use) for use in leaf.uses))
+            return Packed(form, (), single, tuple(pack(use, memory) for use in leaf.uses))
         case Materialized():
-            return Packed(form, (leaf.w.clone(),), single)
+            return Packed(form, (memory(leaf.w.shape, leaf.w.dtype).copy_(leaf.w.detach()),), single)
         case _:
-            used = (_rows_first(leaf, "g") != 0).flatten(2).any(-1)
-            keep, counts = _used_rows(used.numpy(), leaf.calls)
-            rows = torch.from_numpy(np.flatnonzero(keep))
-            arrays = tuple(
-                _rows_first(leaf, array.name).flatten(0, 1).index_select(0, rows) for array in form.arrays
-            )
-            return Packed(form, arrays, offsets_of(counts))
+            lengths = row_lengths(leaf)
+            arrays = tuple(_kept(_by_call(leaf, x.name), lengths, memory) for x in form.arrays)
+            return Packed(form, arrays, offsets_of(lengths * _calls(leaf)))
 
 
 def offsets_of(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " ends"]:
@@ -244,14 +263,47 @@ def offsets_of(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " ends"]:
     return np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
 
 
-def _used_rows(used: np.ndarray, calls: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mask [B, T] of the rows to keep, and their number [B]; every call of an example keeps equally many."""
-    B, T = used.shape
-    calls = calls if T % calls == 0 else 1
-    place = np.arange(T // calls)
-    length = (used.reshape(B, calls, len(place)).any(1) * (place + 1)).max(1, initial=0)
-    keep = (place < length[:, None])[:, None].repeat(calls, 1)
-    return keep.reshape(B, T), length * calls
+def _calls(leaf: Rows) -> int:
+    """Calls into which the rows of an example fall; 1 if they have been cut."""
+    return leaf.calls if leaf.g.shape[-2] % leaf.calls == 0 else 1
+
+
+def _by_call(leaf: Rows, name: str) -> Shaped[Tensor, "B calls T *_"]:
+    """An array of a leaf by example, call and row."""
+    x, calls = _rows_first(leaf, name).detach(), _calls(leaf)
+    return x.unflatten(1, (calls, x.shape[1] // calls))
+
+
+def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
+    """Rows of every call of an example up to the last one in which g is not zero.
+
+    Looks from the end, ever further back, until every example has such a row.
+
+    >>> from attrax.core import diagonal
+    >>> row_lengths(diagonal("b", torch.ones(2, 3, 1), torch.tensor([[[1.0], [2.0], [0.0]], [[0.0], [0.0], [0.0]]])))
+    array([2, 0])
+    """
+    g = _by_call(leaf, "g")
+    lengths, stop, many = np.zeros(len(g), np.int64), g.shape[2], 1
+    while stop and not lengths.all():
+        start = max(0, stop - many)
+        used = (g[:, :, start:stop] != 0).flatten(3).any(-1).any(1).numpy()
+        lengths = np.maximum(lengths, (used * np.arange(start + 1, stop + 1)).max(1))
+        stop, many = start, 2 * many
+    return lengths
+
+
+def _kept(rows: Tensor, lengths: Int[np.ndarray, " B"], memory: Memory) -> Tensor:
+    """The first rows of every call of each example, one after another."""
+    calls, T = rows.shape[1:3]
+    longest = int(lengths.max(initial=0))
+    if (lengths == longest).all():
+        kept = rows[:, :, :longest]
+        return memory(kept.shape, kept.dtype).copy_(kept).flatten(0, 2)
+    keep = (np.arange(T) < lengths[:, None])[:, None].repeat(calls, 1)
+    index = torch.from_numpy(np.flatnonzero(keep))
+    out = memory((len(index), *rows.shape[3:]), rows.dtype)
+    return torch.index_select(rows.flatten(0, 2), 0, index, out=out)
 
 
 def unpack(packed: Packed) -> Leaf:
@@ -322,14 +374,6 @@ def ranges(starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]) -> Int[
     array([5, 6, 0, 1, 2])
     """
     return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
-
-
-def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """CPU memory for an array.  It comes from numpy, which asks for huge pages: five times faster to touch first."""
-    data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-    if not len(data):
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

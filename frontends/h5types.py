@@ -1,18 +1,21 @@
 """HDF5 and torch: tensors of every dtype in and out, bfloat16 included, and nothing else that HDF5 can hold.
 
-Arrays are written and read with the type of the file as the type in memory: HDF5 converts bfloat16 some 25 times slower
-than it copies it.  Each array carries the XXH3 checksums of its chunks of rows in an attribute: computing HDF5's own
-fletcher32 takes longer than reading from a disk.  Files are not trusted.  Only chunked, checksummed arrays of known
-types that lie in the file itself are read: no links, external data, virtual datasets or filters, and never more bytes
-than the file has.
+HDF5 keeps the description of an array and decides where its chunks lie.  Their bytes go from memory to the file and
+back in as few system calls as possible: HDF5 would copy every chunk once more, and reads a cold file in small pieces.
+Each array carries the XXH3 checksums of its chunks of rows in an attribute: computing HDF5's own fletcher32 takes
+longer than reading from a disk.  Files are not trusted.  Only chunked, checksummed arrays of known types that lie in
+the file itself are read: no links, external data, virtual datasets or filters, and never more bytes than the file
+has.
 """
 
+import itertools
 import math
+import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import h5py
 import numpy as np
@@ -20,13 +23,16 @@ import torch
 from h5py import h5a, h5d, h5g, h5i, h5l, h5o, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
 from jaxtyping import Int, UInt
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-from attrax.core.schema import offsets_of, ranges, uninitialized
+from attrax.core.schema import Memory, offsets_of, ranges, uninitialized
 
 CHUNK_BYTES = 2**18
 CHECKSUMS = b"xxh3"
+_AT_ONCE = 1024  # pieces that the system takes in one call
 
+Offsets: TypeAlias = tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]
+"""Starts and counts of consecutive ranges."""
 Node = TypeVar("Node", h5g.GroupID, h5d.DatasetID)
 _WORDS: Mapping[type, str] = {h5g.GroupID: "group", h5d.DatasetID: "dataset"}
 
@@ -72,46 +78,60 @@ def _numpy(x: Tensor) -> np.ndarray:
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def _checksums(x: Tensor, rows: int) -> UInt[np.ndarray, " chunks"]:
-    """XXH3 (64 bits) of the bytes of every `rows` rows."""
-    data: Any = _numpy(x).reshape(-1).view(np.uint8)
-    step = rows * x[:1].nbytes
-    starts = range(0, len(data), step) if len(data) else ()
-    return np.array([xxh3_64_intdigest(data[n : n + step]) for n in starts], np.uint64)
+def _bytes(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(_numpy(x).reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
 
 
-def write_array(group: h5py.Group, name: str, x: Tensor) -> None:
-    """Write a CPU tensor as a chunked, checksummed dataset of its own type."""
-    x = x.detach().contiguous()
-    shape = tuple(x.shape)
-    chunk = chunk_shape(shape, x.element_size())
-    properties = h5p.create(h5p.DATASET_CREATE)
-    properties.set_chunk(chunk)
-    properties.set_fill_time(h5d.FILL_TIME_NEVER)
-    most = shape if x.numel() else (h5s.UNLIMITED,) * len(shape)
-    kind = TYPES[x.dtype]
-    dataset = h5d.create(group.id, name.encode(), kind, h5s.create_simple(shape, most), properties)
-    if x.numel():
-        dataset.write(h5s.ALL, h5s.ALL, _numpy(x), mtype=kind)
-    h5py.Dataset(dataset).attrs[CHECKSUMS.decode()] = _checksums(x, chunk[0])
+def _cut(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
+    """Pieces that follow one another, regrouped to groups of these sizes."""
+    rest, data = iter(pieces), memoryview(b"")
+    for size in sizes:
+        group: list[memoryview] = []
+        while size:
+            data = data if len(data) else next(rest)
+            group.append(data[:size])
+            data, size = data[size:], size - len(group[-1])
+        yield group
 
 
-def write_numbers(group: h5py.Group, name: str, values: Sequence[int] | np.ndarray) -> None:
-    """Write integers as int64."""
-    write_array(group, name, torch.from_numpy(np.array(values, np.int64)))
+def _checksums(pieces: Sequence[memoryview], step: int) -> UInt[np.ndarray, " chunks"]:
+    """XXH3 (64 bits) of every `step` bytes of pieces that follow one another."""
+    total = sum(map(len, pieces))
+    groups = _cut(pieces, (min(step, total - at) for at in range(0, total, max(1, step))))
+    return np.array([_checksum(group) for group in groups], np.uint64)
 
 
-def write_strings(group: h5py.Group, strings: Sequence[str]) -> None:
-    """Write strings as utf8 [bytes] and offsets [n + 1]."""
-    encoded = [s.encode() for s in strings]
-    write_array(group, "utf8", torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy()))
-    write_numbers(group, "offsets", offsets_of(np.array([len(e) for e in encoded], np.int64)))
+def _checksum(group: Sequence[memoryview]) -> int:
+    if len(group) == 1:
+        return xxh3_64_intdigest(group[0])
+    digest = xxh3_64()
+    for data in group:
+        digest.update(data)
+    return digest.intdigest()
 
 
-def write_text(owner: h5py.Group, name: str, value: str) -> None:
-    """Write a text attribute of fixed length: unlike variable-length text it is covered by a checksum."""
-    data = value.encode()
-    owner.attrs.create(name, np.array(data), dtype=h5py.string_dtype("utf-8", max(1, len(data))))
+def _after(pieces: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of pieces after `done` bytes."""
+    rest = sum(map(len, pieces)) - done
+    return list(_cut(pieces, [done, rest]))[1]
+
+
+def _extents(
+    dataset: Any, shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, first: int, last: int
+) -> list[tuple[int, int]]:
+    """Where the rows of chunks `first` to `last` - 1 lie in the file: (place, bytes), neighbors as one."""
+    starts = [range(first * chunk[0], min(last * chunk[0], shape[0]), chunk[0])]
+    starts += [range(0, n, c) for n, c in zip(shape[1:], chunk[1:], strict=True)]
+    full, found = itemsize * math.prod(chunk), list[tuple[int, int]]()
+    for start in itertools.product(*starts):
+        place, size = dataset.get_chunk_info_by_coord(start).byte_offset, full
+        if any(map(operator.gt, map(operator.add, start, chunk), shape)):
+            size = itemsize * math.prod(map(min, chunk, map(operator.sub, shape, start)))
+        if found and sum(found[-1]) == place:
+            place, size = found[-1][0], found.pop()[1] + size
+        found.append((place, size))
+    return found
 
 
 class NewFile:
@@ -145,15 +165,21 @@ class NewFile:
 
     def write(self, data: Any) -> int:
         """Write; does nothing after the first error."""
-        done = 0
-        while done < len(data) and not self._error:
+        self.put(self._at, [memoryview(data)])
+        self._at += len(data)
+        return len(data)
+
+    def put(self, at: int, pieces: Sequence[memoryview]) -> None:
+        """Write pieces one after another at a place; does nothing after the first error."""
+        rest = list(pieces)
+        self._size = max(self._size, at + sum(map(len, rest)))
+        while rest and not self._error:
             try:
-                done += os.pwrite(self._descriptor, data[done:], self._at + done)
+                done = os.pwritev(self._descriptor, rest[:_AT_ONCE], at)
             except OSError as error:
                 self._error = error
-        self.seek(len(data), os.SEEK_CUR)
-        self._size = max(self._size, self._at)
-        return len(data)
+            else:
+                at, rest = at + done, _after(rest, done)
 
     def truncate(self, size: int) -> int:
         """Set the length."""
@@ -178,6 +204,62 @@ class NewFile:
             raise self._error
 
 
+def write_pieces(file: NewFile, group: h5py.Group, name: str, pieces: Sequence[Tensor]) -> None:
+    """Write CPU tensors, one after another, as one chunked, checksummed dataset of their type."""
+    parts = [_bytes(x.detach().contiguous()) for x in pieces]
+    shape, dtype = (sum(map(len, pieces)), *pieces[0].shape[1:]), pieces[0].dtype
+    chunk = chunk_shape(shape, dtype.itemsize)
+    dataset = _create(group, name, shape, dtype, parts)
+    places = (
+        _extents(dataset, shape, chunk, dtype.itemsize, 0, -(-shape[0] // chunk[0])) if any(parts) else []
+    )
+    for (place, _), data in zip(places, _cut(parts, (size for _, size in places)), strict=True):
+        file.put(place, data)
+
+
+def write_array(group: h5py.Group, name: str, x: Tensor) -> None:
+    """Write a CPU tensor as a chunked, checksummed dataset of its own type."""
+    x = x.detach().contiguous()
+    dataset = _create(group, name, tuple(x.shape), x.dtype, [_bytes(x)])
+    if x.numel():
+        dataset.write(h5s.ALL, h5s.ALL, _numpy(x), mtype=TYPES[x.dtype])
+
+
+def _create(
+    group: h5py.Group, name: str, shape: tuple[int, ...], dtype: torch.dtype, data: Sequence[memoryview]
+) -> Any:
+    """A dataset with the checksums of its data, whose chunks have their places."""
+    chunk = chunk_shape(shape, dtype.itemsize)
+    properties = h5p.create(h5p.DATASET_CREATE)
+    properties.set_chunk(chunk)
+    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5d.FILL_TIME_NEVER)
+    most = shape if math.prod(shape) else (h5s.UNLIMITED,) * len(shape)
+    dataset = h5d.create(group.id, name.encode(), TYPES[dtype], h5s.create_simple(shape, most), properties)
+    sums = _checksums(data, dtype.itemsize * math.prod([chunk[0], *shape[1:]]))
+    h5a.create(dataset, CHECKSUMS, h5t.STD_U64LE, h5s.create_simple(sums.shape)).write(sums)
+    return dataset
+
+
+def write_numbers(group: h5py.Group, name: str, values: Sequence[int] | np.ndarray) -> None:
+    """Write integers as int64."""
+    write_array(group, name, torch.from_numpy(np.array(values, np.int64)))
+
+
+def write_strings(group: h5py.Group, strings: Sequence[str]) -> None:
+    """Write strings as utf8 [bytes] and offsets [n + 1]."""
+    encoded = [s.encode() for s in strings]
+    write_array(group, "utf8", torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy()))
+    write_numbers(group, "offsets", offsets_of(np.array([len(e) for e in encoded], np.int64)))
+
+
+def write_text(owner: h5py.Group, name: str, value: str) -> None:
+    """Write a text attribute of fixed length: unlike variable-length text it is covered by a checksum."""
+    data = np.array(value.encode())
+    kind = h5t.py_create(h5py.string_dtype("utf-8", data.itemsize))
+    h5a.create(owner.id, name.encode(), kind, h5s.create(h5s.SCALAR)).write(data, mtype=kind)
+
+
 def open_file(path: Path) -> h5py.File:
     """Open a file for reading, without a lock unless HDF5_USE_FILE_LOCKING asks for one.
 
@@ -188,11 +270,17 @@ def open_file(path: Path) -> h5py.File:
     """
     for locking in (False, "best-effort"):
         try:
-            return h5py.File(path, "r", locking=locking)
+            return h5py.File(path, "r", driver="sec2", locking=locking)
         except OSError as error:
             if "locking" not in str(error):
                 raise
-    return h5py.File(path, "r", locking=True)
+    return h5py.File(path, "r", driver="sec2", locking=True)
+
+
+def read_ahead(file: h5py.File) -> None:
+    """Let the system read all of a file from the disk while its descriptions are looked at."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.id.get_vfd_handle(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def member(group: h5py.Group, name: str, kind: type[Node]) -> Node:
@@ -202,9 +290,8 @@ def member(group: h5py.Group, name: str, kind: type[Node]) -> Node:
         ValueError: If it is missing, a link to elsewhere, or something else.
     """
     key, links = name.encode(), group.id.links
-    node = (
-        h5o.open(group.id, key) if links.exists(key) and links.get_info(key).type == h5l.TYPE_HARD else None
-    )
+    hard = links.exists(key) and links.get_info(key).type == h5l.TYPE_HARD
+    node = h5o.open(group.id, key) if hard else None
     if isinstance(node, kind):
         return node
     raise ValueError(f"'{group.name}/{name}' is not a {_WORDS[kind]} of this file")
@@ -226,16 +313,18 @@ class Checked:
         name: Its name.
         shape: Its shape.
         dtype: Its type.
-        rows: Rows that share a checksum.
-        checksums: One for every `rows` rows, the last for what remains.
+        chunk: Shape of a chunk, a contiguous piece of the array; a chunk of rows shares a checksum.
+        checksums: One for every ``chunk[0]`` rows, the last for what remains.
+        descriptor: Of the file.
     """
 
     dataset: Any
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int
+    chunk: tuple[int, ...]
     checksums: UInt[np.ndarray, " chunks"]
+    descriptor: int
 
 
 def checked(group: h5py.Group, name: str) -> Checked:
@@ -246,44 +335,56 @@ def checked(group: h5py.Group, name: str) -> Checked:
     """
     dataset = member(group, name, h5d.DatasetID)
     name, shape = f"{group.name}/{name}", tuple(dataset.shape)
-    plist, kind = dataset.get_create_plist(), dataset.get_type()
+    plist, kind, file = dataset.get_create_plist(), dataset.get_type(), h5i.get_file_id(dataset)
     dtype = next((d for d, t in TYPES.items() if t == kind), None)
     plain = plist.get_layout() == h5d.CHUNKED and plist.get_nfilters() == 0
     sums = h5a.open(dataset, CHECKSUMS) if h5a.exists(dataset, CHECKSUMS) else None
     if dtype is None or not plain or not shape or sums is None or sums.get_type() != h5t.STD_U64LE:
         raise ValueError(f"'{name}' is not a chunked array of a known type with checksums")
     claimed = math.prod(shape) * dtype.itemsize
-    if claimed > min(dataset.get_storage_size(), h5i.get_file_id(dataset).get_filesize()):
+    if claimed > min(dataset.get_storage_size(), file.get_filesize()):
         raise ValueError(f"'{name}' claims {claimed} bytes, which the file does not hold")
-    rows = plist.get_chunk()[0]
-    checksums = np.zeros(-(-shape[0] // rows) if claimed else 0, np.uint64)
+    chunk = plist.get_chunk()
+    whole = [c >= n for c, n in zip(chunk, shape, strict=True)]
+    if any(chunk[i] > 1 and not all(whole[i + 1 :]) for i in range(len(chunk))):
+        raise ValueError(f"'{name}' has chunks of {chunk}, which are not contiguous in {shape}")
+    checksums = np.zeros(-(-shape[0] // chunk[0]) if claimed else 0, np.uint64)
     if tuple(sums.shape) != checksums.shape:
         raise ValueError(f"'{name}' has {sums.shape} checksums for {shape[0]} rows")
     if claimed:
         sums.read(checksums)
-    return Checked(dataset, name, shape, dtype, rows, checksums)
+    return Checked(dataset, name, shape, dtype, chunk, checksums, file.get_vfd_handle())
 
 
-def _read_chunks(source: Checked, first: int, last: int) -> Tensor:
+def _read_chunks(source: Checked, first: int, last: int, memory: Memory) -> Tensor:
     """The rows of chunks `first` to `last` - 1, compared with their checksums."""
-    dataset, rows = source.dataset, source.rows
+    rows = source.chunk[0]
     start, stop = first * rows, min(last * rows, source.shape[0])
-    out = uninitialized((stop - start, *source.shape[1:]), source.dtype)
+    out = memory((stop - start, *source.shape[1:]), source.dtype)
     if out.numel():
-        file_space = dataset.get_space()
-        file_space.select_hyperslab((start, *[0] * (out.ndim - 1)), tuple(out.shape))
-        dataset.read(h5s.create_simple(tuple(out.shape)), file_space, _numpy(out), mtype=TYPES[source.dtype])
-        wrong = np.flatnonzero(_checksums(out, rows) != source.checksums[first:last])
+        data, done = _bytes(out), 0
+        for place, size in _extents(source.dataset, source.shape, source.chunk, out.itemsize, first, last):
+            _read_at(source, place, data[done : done + size])
+            done += size
+        wrong = np.flatnonzero(_checksums([data], rows * out[:1].nbytes) != source.checksums[first:last])
         if len(wrong):
             at = start + rows * int(wrong[0])
             raise ValueError(f"the checksum of '{source.name}' does not fit its rows from {at} on")
     return out
 
 
+def _read_at(source: Checked, place: int, out: memoryview) -> None:
+    while len(out):
+        done = os.preadv(source.descriptor, [out], place)
+        if not done:
+            raise ValueError(f"'{source.name}' lies beyond the end of the file")
+        place, out = place + done, out[done:]
+
+
 def read_array(group: h5py.Group, name: str) -> Tensor:
     """All of a dataset."""
     source = checked(group, name)
-    return _read_chunks(source, 0, -(-source.shape[0] // source.rows))
+    return _read_chunks(source, 0, -(-source.shape[0] // source.chunk[0]), uninitialized)
 
 
 def read_numbers(group: h5py.Group, name: str) -> Int[np.ndarray, " n"]:
@@ -299,7 +400,11 @@ def read_numbers(group: h5py.Group, name: str) -> Int[np.ndarray, " n"]:
 
 
 def read_ranges(
-    group: h5py.Group, name: str, starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]
+    group: h5py.Group,
+    name: str,
+    starts: Int[np.ndarray, " n"],
+    counts: Int[np.ndarray, " n"],
+    memory: Memory = uninitialized,
 ) -> Tensor:
     """Rows of ascending ranges ``[start, start + count)`` of a dataset, one range after another.
 
@@ -309,7 +414,7 @@ def read_ranges(
         ValueError: If a range reaches beyond the dataset, or a checksum does not fit.
     """
     source = checked(group, name)
-    rows, length = source.rows, source.shape[0]
+    rows, length = source.chunk[0], source.shape[0]
     stops = starts + counts
     if len(starts) and not (starts[0] >= 0 and stops[-1] <= length):
         raise ValueError(f"'{source.name}' has {length} rows, fewer than its offsets say")
@@ -320,7 +425,7 @@ def read_ranges(
     pieces: list[Tensor] = []
     for these in np.split(np.arange(len(starts)), breaks):
         begin, end = (int(first[these[0]]), int(last[these[-1]])) if len(these) else (0, 0)
-        slab = _read_chunks(source, begin, end)
+        slab = _read_chunks(source, begin, end, memory)
         at = starts[these] - begin * rows
         pieces.append(_picked(slab, at, counts[these]))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -335,17 +440,26 @@ def _picked(slab: Tensor, starts: np.ndarray, counts: np.ndarray) -> Tensor:
     return slab[torch.from_numpy(ranges(starts, counts))]
 
 
-def read_offsets(group: h5py.Group) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+def read_offsets(group: h5py.Group, shared: dict[int, Offsets] | None = None) -> Offsets:
     """Starts and counts of consecutive ranges.
+
+    Args:
+        group: The group in which they are.
+        shared: Those that were read from this file, by their place in it; groups may share them.
 
     Raises:
         ValueError: If they are not ascending from 0.
     """
-    offsets = read_numbers(group, "offsets")
-    counts = np.diff(offsets)
-    if not len(offsets) or offsets[0] != 0 or (counts < 0).any():
-        raise ValueError(f"'{group.name}/offsets' do not ascend from 0")
-    return offsets[:-1], counts
+    shared = {} if shared is None else shared
+    links = group.id.links
+    place = links.get_info(b"offsets").u if links.exists(b"offsets") else 0
+    if place not in shared:
+        offsets = read_numbers(group, "offsets")
+        counts = np.diff(offsets)
+        if not len(offsets) or offsets[0] != 0 or (counts < 0).any():
+            raise ValueError(f"'{group.name}/offsets' do not ascend from 0")
+        shared[place] = offsets[:-1], counts
+    return shared[place]
 
 
 def read_strings(group: h5py.Group) -> tuple[str, ...]:

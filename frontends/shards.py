@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,19 +26,22 @@ from attrax.core.schema import (
     SCHEMA,
     Array,
     Form,
+    Memory,
     Packed,
     Record,
     ShardInfo,
-    concat_packed,
     form_from_json,
     offsets_of,
     take_packed,
 )
 from attrax.core.tree import Examples
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.h5types import (
     NewFile,
+    Offsets,
     child,
     open_file,
+    read_ahead,
     read_array,
     read_number,
     read_numbers,
@@ -47,6 +51,7 @@ from attrax.frontends.h5types import (
     read_text,
     write_array,
     write_numbers,
+    write_pieces,
     write_strings,
     write_text,
 )
@@ -92,7 +97,7 @@ def write_shard(
         if replaces:
             write_strings(file.create_group("replaces"), replaces)
         _write_examples(file, records)
-        _write_leaves(file, records)
+        _write_leaves(target, file, records)
         for number, name in enumerate(records[0].columns):
             _write_column(file.create_group(f"columns/{number}"), name, [r.columns[name] for r in records])
 
@@ -125,7 +130,7 @@ def _write_examples(file: h5py.File, records: Sequence[Record]) -> None:
     write_strings(blocks.create_group("fingerprint"), [e.fingerprint for e in examples])
 
 
-def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
+def _write_leaves(target: NewFile, file: h5py.File, records: Sequence[Record]) -> None:
     pieces: dict[tuple[str, Form], list[Packed]] = {}
     signatures: dict[tuple[tuple[str, Form], ...], int] = {}
     kinds: list[int] = []
@@ -141,20 +146,35 @@ def _write_leaves(file: h5py.File, records: Sequence[Record]) -> None:
     write_numbers(group, "leaf", flat)
     write_numbers(group, "offsets", offsets_of(np.array([len(keys) for keys in signatures], np.int64)))
     leaves = file.create_group("leaves")
+    written: dict[bytes, h5py.Group] = {}
     for (name, form), number in numbers.items():
         leaf = leaves.create_group(str(number))
         write_text(leaf, "name", name)
-        write_text(leaf, "form", json.dumps(asdict(form), ensure_ascii=False))
-        _write_packed(leaf, concat_packed(pieces[name, form]))
+        write_text(leaf, "form", _json(form))
+        _write_packed(target, leaf, pieces[name, form], written)
 
 
-def _write_packed(group: h5py.Group, packed: Packed) -> None:
-    for described, x in zip(packed.form.arrays, packed.arrays, strict=True):
-        write_array(group, described.name, x)
-    if packed.form.kind not in ("Materialized", "Sum"):
-        write_numbers(group, "offsets", packed.offsets)
-    for number, use in enumerate(packed.uses):
-        _write_packed(group.create_group(f"uses/{number}"), use)
+@lru_cache(4096)
+def _json(form: Form) -> str:
+    return json.dumps(asdict(form), ensure_ascii=False)
+
+
+def _write_packed(
+    target: NewFile, group: h5py.Group, pieces: Sequence[Packed], written: dict[bytes, h5py.Group]
+) -> None:
+    form = pieces[0].form
+    for number, described in enumerate(form.arrays):
+        write_pieces(target, group, described.name, [piece.arrays[number] for piece in pieces])
+    if form.kind not in ("Materialized", "Sum"):
+        offsets = offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces]))
+        same = written.setdefault(offsets.tobytes(), group)
+        if same is group:
+            write_numbers(group, "offsets", offsets)
+        else:
+            group.id.links.create_hard(b"offsets", same.id, b"offsets")
+    for number in range(len(form.uses)):
+        use = group.create_group(f"uses/{number}")
+        _write_packed(target, use, [piece.uses[number] for piece in pieces], written)
 
 
 def _write_column(group: h5py.Group, name: str, values: Sequence[Tensor | tuple[str, ...]]) -> None:
@@ -307,6 +327,8 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loa
     with _explained(info.name, "the file"):
         file = open_file(folder / info.name)
     with file:
+        if len(rows) == len(info.ids):
+            read_ahead(file)
         with _explained(info.name, "weights and tokens"):
             ones = np.ones_like(rows)
             blocks = child(file, "blocks")
@@ -316,6 +338,8 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loa
             if not len(bits) == len(known) == len(info.sizes):
                 raise ValueError("the lists of blocks have different lengths")
         kind_of_row = np.repeat(info.kinds, info.sizes)
+        shared: dict[int, Offsets] = {}
+        memory = Buffers().array
         leaves: dict[str, list[tuple[np.ndarray, Packed]]] = defaultdict(list)
         for number, (name, form) in enumerate(info.leaves):
             owners = np.array([number in signature for signature in info.signatures])[kind_of_row]
@@ -324,34 +348,51 @@ def read_rows(folder: Path, info: ShardInfo, rows: Int[np.ndarray, " n"]) -> Loa
             if len(having):
                 with _explained(info.name, f"leaf '{name}' (leaves/{number})"):
                     packed = _read_packed(
-                        child(leaf_groups, str(number)), form, place[having], int(owners.sum())
+                        child(leaf_groups, str(number)),
+                        form,
+                        place[having],
+                        int(owners.sum()),
+                        shared,
+                        memory,
                     )
                     leaves[name].append((having, packed))
     return Loaded(rows, weight, tokens, bits, known, leaves)
 
 
-def _read_packed(group: h5py.Group, form: Form, index: Int[np.ndarray, " n"], examples: int) -> Packed:
+def _read_packed(
+    group: h5py.Group,
+    form: Form,
+    index: Int[np.ndarray, " n"],
+    examples: int,
+    shared: dict[int, Offsets],
+    memory: Memory,
+) -> Packed:
     starts, counts = index, np.ones_like(index)
     if form.kind not in ("Materialized", "Sum"):
-        all_starts, all_counts = read_offsets(group)
+        all_starts, all_counts = read_offsets(group, shared)
         if len(all_counts) != examples:
             raise ValueError(f"it has {len(all_counts)} examples, its blocks have {examples}")
         starts, counts = all_starts[index], all_counts[index]
-    arrays = tuple(_read_rows(group, described, starts, counts) for described in form.arrays)
+    arrays = tuple(_read_rows(group, described, starts, counts, memory) for described in form.arrays)
     if form.kind == "Lookup" and arrays[0].numel():
         low, high = (int(x) for x in arrays[0].aminmax())
         if low < 0 or high >= form.rows:
             raise ValueError(f"its ids reach from {low} to {high}, its vocabulary has {form.rows} entries")
     uses = tuple(
-        _read_packed(child(group, "uses", str(n)), u, index, examples) for n, u in enumerate(form.uses)
+        _read_packed(child(group, "uses", str(n)), u, index, examples, shared, memory)
+        for n, u in enumerate(form.uses)
     )
     return Packed(form, arrays, offsets_of(counts), uses)
 
 
 def _read_rows(
-    group: h5py.Group, described: Array, starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]
+    group: h5py.Group,
+    described: Array,
+    starts: Int[np.ndarray, " n"],
+    counts: Int[np.ndarray, " n"],
+    memory: Memory,
 ) -> Tensor:
-    rows = read_ranges(group, described.name, starts, counts)
+    rows = read_ranges(group, described.name, starts, counts, memory)
     found = Array(described.name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
     if found != described:
         raise ValueError(f"its array is {found}, it should be {described}")

@@ -22,7 +22,7 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -34,10 +34,11 @@ from torch import Tensor
 
 from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
 from attrax.core.algebra import first_rows
-from attrax.core.leaves import Diagonal, Factorized, Grouped
-from attrax.core.schema import Packed, Record, pack, packed_bytes
+from attrax.core.leaves import Diagonal, Factorized, Grouped, Sum
+from attrax.core.schema import ARRAYS, Memory, Packed, Record, pack, packed_bytes, row_lengths
 from attrax.core.tree import block_rows
 from attrax.frontends.background import Background
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.folder import clear, lock, publish, sequences, shard_name, unlock
 from attrax.frontends.h5types import TYPES
 from attrax.frontends.merge import last_step
@@ -67,7 +68,7 @@ def store(
     *,
     shard_bytes: int = 64 * 2**20,
     shard_examples: int | None = None,
-    buffer_bytes: int = 256 * 2**20,
+    buffer_bytes: int = 64 * 2**20,
     dtype: torch.dtype | None = None,
     keep_factored: KeepFactored = False,
     columns: Columns | None = None,
@@ -148,11 +149,12 @@ def store(
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """Blocks that wait to be written, and the name and attributes of their file."""
+    """Blocks that wait to be written, the name and attributes of their file, and the memory that they lie in."""
 
     name: str
     header: Mapping[str, str | int | float]
     records: Sequence[Record]
+    buffers: Sequence[Tensor]
 
 
 def _floating() -> str:
@@ -176,6 +178,7 @@ class Sink:
         self._sequence = max(sequences(path, run, rank), default=-1) + 1
         self._warn_of_lost_steps()
         self._waiting: list[Record] = []
+        self._buffers = Buffers()
         self._bytes = self._examples = 0
         self._shards = Background(self._write, options.buffer_bytes)
         self._process = os.getpid()
@@ -196,7 +199,7 @@ class Sink:
             )
         if not block_rows(block):
             return
-        record = _record(block, self._options)
+        record = _record(block, self._options, self._buffers.array)
         if self._waiting and self._waiting[0].columns.keys() != record.columns.keys():
             raise ValueError(
                 f"store: columns {list(record.columns)} differ from {list(self._waiting[0].columns)}."
@@ -243,7 +246,8 @@ class Sink:
             "created": time.time(),
             "steps_done": -1 if done is None else done,
         }
-        shard = _Shard(shard_name(self.run, self.rank, self._sequence, self._writer), header, self._waiting)
+        name = shard_name(self.run, self.rank, self._sequence, self._writer)
+        shard = _Shard(name, header, self._waiting, self._buffers.taken())
         self._sequence += 1
         self._waiting, self._bytes, self._examples = [], 0, 0
         return shard
@@ -253,6 +257,7 @@ class Sink:
         try:
             write_shard(temporary, shard.header, shard.records)
             publish(temporary, self.path / shard.name)
+            self._buffers.give_back(shard.buffers)
         except (OSError, RuntimeError) as error:
             raise OSError(
                 f"store: shard '{shard.name}' could not be written to '{self.path}': {error}. Its "
@@ -287,17 +292,25 @@ class Sink:
         return f"Sink('{self.path}', run '{self.run}', rank {self.rank}, {self._examples} examples waiting)"
 
 
-def _record(block: Block, options: Options) -> Record:
+def _record(block: Block, options: Options, memory: Memory) -> Record:
     """A block on the host: compacted, cast and packed."""
     grads = block.grads if options.keep_factored is True else _compacted(block.grads, options.keep_factored)
-    grads, examples = _on_host((grads, block.examples))
+    examples = _on_host(block.examples)
+    grads = (
+        _on_host(grads)
+        if any(x.device.type != "cpu" for leaf in grads.leaves for x in _arrays(leaf))
+        else grads
+    )
     examples = replace(examples, step=examples.step + (options.steps_done or 0))
     for name, values in (("weight", examples.weight), ("tokens", examples.tokens)):
         if values is not None and values.shape != (len(examples),):
             raise ValueError(
                 f"store: {name} has shape {tuple(values.shape)}, the block has {len(examples)} examples."
             )
-    leaves = tuple((name, pack(_cast(name, leaf, options.dtype))) for name, leaf in grads.items())
+    leaves = tuple(
+        (name, pack(_cast(name, leaf, options.dtype), memory))
+        for name, leaf in zip(grads.names, grads.leaves, strict=True)
+    )
     for name, packed in leaves:
         _check(name, packed)
     columns = _columns(examples, options.columns)
@@ -307,13 +320,18 @@ def _record(block: Block, options: Options) -> Record:
 
 
 def _compacted(grads: GradTree, keep: KeepFactored) -> GradTree:
-    """Every leaf in its smaller exact form; lengths of all leaves are read in one transfer."""
+    """Every leaf in its smaller exact form; lengths of all leaves on a GPU are read in one transfer."""
     rows = {
         name: leaf
-        for name, leaf in grads.items()
+        for name, leaf in zip(grads.names, grads.leaves, strict=True)
         if isinstance(leaf, Factorized | Diagonal | Grouped) and leaf.calls == 1
     }
-    longest = _on_host({name: _longest(leaf.g) for name, leaf in rows.items()})
+    longest = _on_host(
+        {
+            name: _longest(leaf.g) if leaf.g.is_cuda else row_lengths(leaf).max(initial=0)
+            for name, leaf in rows.items()
+        }
+    )
 
     def shrink(name: str, leaf: Leaf) -> Leaf:
         if callable(keep) and keep(name, leaf):
@@ -352,9 +370,20 @@ def _on_host(value: Any) -> Any:
     return moved
 
 
+def _arrays(leaf: Leaf) -> Iterator[Tensor]:
+    if isinstance(leaf, Sum):
+        for use in leaf.uses:
+            yield from _arrays(use)
+    for name in ARRAYS[type(leaf).__name__]:
+        yield getattr(leaf, name)
+
+
 def _cast(name: str, leaf: Leaf, dtype: torch.dtype | None) -> Leaf:
+    if dtype is None:
+        return leaf
+
     def convert(x: Tensor) -> Tensor:
-        if dtype is None or not x.is_floating_point() or x.dtype == dtype:
+        if not x.is_floating_point() or x.dtype == dtype:
             return x
         small = x.to(dtype)
         if bool((small.isinf() & x.isfinite()).any()):

@@ -224,6 +224,22 @@ def test_padding_is_not_stored(tmp_path, rng):
         assert file["leaves/0/a"].shape == (sum(LENGTHS), 64)
 
 
+def test_leaves_of_the_same_lengths_share_their_offsets(tmp_path, rng):
+    a, g, other = rows(rng, 64), rows(rng, 64), rows(rng, 64)
+    other[0] = 0
+    leaves = {"v": factorized("v", a, g), "w": factorized("w", a, 2 * g), "x": factorized("x", a, other)}
+    write(tmp_path, make(leaves), keep_factored=True)
+    with open_shard(tmp_path) as file:
+        v, w, x = (file[f"leaves/{n}/offsets"] for n in range(3))
+        assert v == w and v != x
+
+
+def test_rows_wider_than_a_chunk_come_back_bit_by_bit(tmp_path, rng):
+    wide = {"w": materialized("w", torch.randn(4, 3, 50_000, generator=rng))}
+    found = write(tmp_path, make(wide)).block("wxyz").grads
+    assert torch.equal(found["w"].w, wide["w"].w)
+
+
 def test_chunks_and_checksums(tmp_path):
     leaves = {
         "rows": materialized("rows", torch.zeros(4000, 64)),

@@ -83,10 +83,10 @@ def test_without_a_buffer_every_shard_is_on_the_disk_at_once(tmp_path):
 
 def test_an_error_is_raised_by_the_next_block_and_nothing_is_lost(tmp_path, disk):
     disk.full = True
-    disk.go.set()
     sink = store(tmp_path, shard_examples=2)
     sink(block(0))
     sink(block(1))
+    disk.go.set()
     while waiting_threads():
         time.sleep(0.001)
     with pytest.raises(OSError, match=r"No space left.*2 examples are still waiting"):

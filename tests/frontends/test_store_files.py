@@ -284,6 +284,21 @@ def test_other_filters_are_refused(shard, filters):
         content(shard.parent)
 
 
+def test_chunks_that_are_no_contiguous_pieces_are_refused(shard):
+    def change(file):
+        def make(name, shape, dtype):
+            data = np.ones(shape, dtype)
+            file.create_dataset(name, data=data, chunks=(2, shape[1] - 1)).attrs["xxh3"] = np.zeros(
+                -(-len(data) // 2), np.uint64
+            )
+
+        replace_array(file, "leaves/0/a", make)
+
+    edit(shard, change)
+    with pytest.raises(ValueError, match=r"leaf 'fc/w'.*has chunks of .*, which are not contiguous in"):
+        content(shard.parent)
+
+
 def test_sizes_that_the_file_does_not_hold_are_refused(shard):
     def huge(file):
         def make(name, shape, dtype):
