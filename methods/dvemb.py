@@ -34,7 +34,7 @@ from attrax.core import (
     transformed,
 )
 from attrax.core.trajectory import Step, Trajectory
-from attrax.methods.sweep import Rows, at_the_end, collected, held
+from attrax.methods.sweep import Rows, at_the_end, collected, held, unbroken
 from attrax.methods.weighing import FisherUnit, fisher_factor
 
 Coupling: TypeAlias = Literal["full", "diagonal"]
@@ -65,7 +65,8 @@ def dvemb(
         step, the batch's denominator kept, minus f_q.
 
     Raises:
-        ValueError: If the run or the queries are empty, their leaves differ, or learning rates or weights are unknown.
+        ValueError: If the run or the queries are empty, steps are missing, leaves differ, or learning rates or weights
+            are unknown.
 
     >>> from attrax.core import Blocks, Examples, Optimizer, Recorded, materialized
     >>> grads = GradTree({"w": materialized("w", torch.tensor([[2.0]]))})
@@ -121,8 +122,12 @@ class Seen:
 
 
 def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | None) -> Iterator[Seen]:
-    """The steps of a run, last one first."""
-    for number in reversed(trajectory.steps):
+    """The steps of a run, last one first.
+
+    Raises:
+        ValueError: If steps between them are missing.
+    """
+    for number in reversed(unbroken(trajectory.steps, "dvemb")):
         blocks = held(seen(trajectory.gradients(number), projection))
         if blocks:
             record = trajectory.step(number)

@@ -16,7 +16,7 @@ from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.optimizers import step
 from attrax.core.trajectory import Step, Trajectory
-from attrax.methods.sweep import Rows, at_the_end, collected, sweep
+from attrax.methods.sweep import Rows, at_the_end, collected, sweep, unbroken
 from attrax.methods.weighing import Removal, removed
 
 
@@ -46,7 +46,7 @@ def magic(run: Replayable, query: Source, *, removal: Removal = "fixed") -> Scor
         of the example at that step.
 
     Raises:
-        ValueError: If the first step has no parameters, or clipping is unknown.
+        ValueError: If the first step has no parameters, clipping is unknown, or steps are missing.
     """
     queries = at_the_end(query, "magic")
     products = sweep(
@@ -62,10 +62,10 @@ def replayed(run: Replayable) -> Iterator[Step]:
     """Complete steps, last one first; those that were not recorded are trained again, a segment at a time.
 
     Raises:
-        ValueError: If the first step has no parameters, or clipping is unknown.
+        ValueError: If the first step has no parameters, clipping is unknown, or steps are missing.
     """
     segments: list[list[int]] = []
-    for number in run.steps:
+    for number in unbroken(run.steps, "magic"):
         if run.step(number).parameters:
             segments.append([number])
         elif segments:

@@ -9,6 +9,7 @@ Methods differ in how they get the products <rho, ghat_z> and rho H: that is the
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -34,6 +35,24 @@ from attrax.core.trajectory import Step
 Rows: TypeAlias = Sequence[tuple[Examples, Tensor]]
 Respond: TypeAlias = Callable[[Step, Vectors], tuple[Rows, Vectors]]
 """``(step, rho) -> (<rho, ghat_z> [B, Q] of every block, rho H)``; both zero for parameters left out."""
+
+
+def unbroken(steps: Sequence[int], operation: str) -> Sequence[int]:
+    """The steps of a run that effects are followed through.
+
+    Raises:
+        ValueError: If some between the first and the last are missing.
+
+    >>> unbroken((3, 4, 5), "dvemb")
+    (3, 4, 5)
+    """
+    for before, after in pairwise(steps):
+        if after != before + 1:
+            raise ValueError(
+                f"{operation}: the run has no steps between {before} and {after}, and the effects of examples pass "
+                "through every step. Record all of them; what a record holds of each may differ."
+            )
+    return steps
 
 
 def sweep(records: Iterable[Step], query: Vectors, respond: Respond) -> Iterator[Rows]:

@@ -24,7 +24,7 @@ from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.trajectory import Step, Trajectory
 from attrax.methods.masked import masked_run
-from attrax.methods.sweep import Respond, Rows, at_the_end, collected, contracted, held, sweep
+from attrax.methods.sweep import Respond, Rows, at_the_end, collected, contracted, held, sweep, unbroken
 from attrax.methods.weighing import FisherUnit, Removal, fisher_factor, removed
 
 Hvp: TypeAlias = Callable[[int, Vectors], Vectors]
@@ -57,8 +57,8 @@ def trajectory_influence(
         step, minus f_q.  `Scores.per_example` adds the uses of an example up.
 
     Raises:
-        ValueError: If the run or the queries are empty, their parameters differ, or something that is needed was not
-            recorded: moments and hyperparameters, clipping, loss weights (for the Fisher matrix).
+        ValueError: If the run or the queries are empty, steps are missing, parameters differ, or something that is
+            needed was not recorded: moments and hyperparameters, clipping, loss weights (for the Fisher matrix).
 
     >>> from attrax.core import Block, Blocks, Clip, Examples, GradTree, Optimizer, Recorded, Step, materialized
     >>> grads = GradTree({"w": materialized("w", torch.tensor([[3.0, -1.0]]))})
@@ -116,7 +116,7 @@ def _responding(
 
 def _complete(trajectory: Trajectory) -> Iterator[Step]:
     """Steps, last one first; gradients that were not recorded are the clipped sums of the examples'."""
-    for number in reversed(trajectory.steps):
+    for number in reversed(unbroken(trajectory.steps, "trajectory_influence")):
         record = trajectory.step(number)
         if record.gradients or record.clip is None:
             yield record

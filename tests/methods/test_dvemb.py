@@ -109,5 +109,7 @@ def test_refusals():
     unknown = [replace(b, examples=replace(b.examples, weight=None)) for b in RUN.trajectory.blocks]
     with refused("step 4", "weights that the loss put"):
         dvemb(Recorded(RUN.trajectory.records, unknown), RUN.query)
+    with refused("dvemb", "no steps between 2 and 4"):
+        dvemb(Recorded([x for x in RUN.trajectory.records if x.step != 3], RUN.trajectory.blocks), RUN.query)
     with refused("dvemb", "yielded no examples"):
         dvemb(Recorded([], []), RUN.query)

@@ -166,6 +166,8 @@ def test_refusals():
     unknown = Recorded([replace(x, clip=None) for x in r.trajectory.records], [])
     with refused("magic", "step 5", "clipped", "Clip(1.0, norm)"):
         magic(again(r, unknown), r.query)
+    with refused("magic", "no steps between 1 and 3"):
+        magic(again(r, Recorded([x for x in r.trajectory.records if x.step != 2], [])), r.query)
     with refused("replay", "step 2 holds no parameters"):
         again(r, thinned(r.trajectory, 3)).hvp(2, {})
     with refused("replay", "no batches", "step 5"):

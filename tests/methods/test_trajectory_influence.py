@@ -191,6 +191,9 @@ def test_refusals():
     with refused("unknown whether the gradients of step 4 were clipped"):
         records = [replace(x, clip=None) for x in r.trajectory.records]
         trajectory_influence(Recorded(records, r.trajectory.blocks), r.query)
+    with refused("trajectory_influence", "no steps between 1 and 3"):
+        records = [x for x in r.trajectory.records if x.step != 2]
+        trajectory_influence(Recorded(records, r.trajectory.blocks), r.query)
     with refused("masked_run", "unbiased", "scale='none'"):
         trajectory_influence(r.trajectory, r.query, masks=[Mask(3)])
     with refused("masks=", "fisher"):
