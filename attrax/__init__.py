@@ -11,14 +11,19 @@ The library has three rooms: `attrax.core` (values and pure functions), `attrax.
 
 from attrax.core import Block as Block
 from attrax.core import Blocks as Blocks
+from attrax.core import Clip as Clip
 from attrax.core import Examples as Examples
 from attrax.core import GradTree as GradTree
 from attrax.core import Grass as Grass
 from attrax.core import Hardware as Hardware
 from attrax.core import Mask as Mask
+from attrax.core import Optimizer as Optimizer
 from attrax.core import Projection as Projection
+from attrax.core import Recorded as Recorded
 from attrax.core import Scores as Scores
 from attrax.core import Source as Source
+from attrax.core import Step as Step
+from attrax.core import Trajectory as Trajectory
 from attrax.core import chain as chain
 from attrax.core import collect as collect
 from attrax.core import content_ids as content_ids
@@ -28,8 +33,14 @@ from attrax.core import selected as selected
 from attrax.core import stored as stored
 from attrax.core import targeted as targeted
 from attrax.core import transformed as transformed
+from attrax.frontends import BackwardEvent as BackwardEvent
+from attrax.frontends import Capture as Capture
+from attrax.frontends import Coverage as Coverage
+from attrax.frontends import Decision as Decision
 from attrax.frontends import Directions as Directions
 from attrax.frontends import Recipe as Recipe
+from attrax.frontends import StepEvent as StepEvent
+from attrax.frontends import Store as Store
 from attrax.frontends import capture as capture
 from attrax.frontends import causal_lm as causal_lm
 from attrax.frontends import classification as classification
@@ -47,6 +58,7 @@ from attrax.frontends import packed as packed
 from attrax.frontends import per_token as per_token
 from attrax.frontends import probe as probe
 from attrax.frontends import processes as processes
+from attrax.frontends import query_losses as query_losses
 from attrax.frontends import read_optimizer as read_optimizer
 from attrax.frontends import read_saved_optimizer as read_saved_optimizer
 from attrax.frontends import read_scores as read_scores
@@ -65,10 +77,13 @@ from attrax.frontends import write_scores as write_scores
 from attrax.methods import Curvature as Curvature
 from attrax.methods import Less as Less
 from attrax.methods import agreement as agreement
+from attrax.methods import auroc as auroc
 from attrax.methods import average_ranks as average_ranks
+from attrax.methods import bootstrap as bootstrap
 from attrax.methods import drop_fraction as drop_fraction
 from attrax.methods import drop_negative as drop_negative
 from attrax.methods import dvemb as dvemb
+from attrax.methods import dvemb_embeddings as dvemb_embeddings
 from attrax.methods import ekfac as ekfac
 from attrax.methods import fit_ekfac as fit_ekfac
 from attrax.methods import fit_kfac as fit_kfac
@@ -76,6 +91,7 @@ from attrax.methods import fit_logra as fit_logra
 from attrax.methods import gradcos as gradcos
 from attrax.methods import graddot as graddot
 from attrax.methods import greats as greats
+from attrax.methods import group_scores as group_scores
 from attrax.methods import influence as influence
 from attrax.methods import keep_top as keep_top
 from attrax.methods import kfac as kfac
@@ -85,7 +101,9 @@ from attrax.methods import less_checkpoints as less_checkpoints
 from attrax.methods import logra as logra
 from attrax.methods import magic as magic
 from attrax.methods import preconditioned as preconditioned
+from attrax.methods import random_subsets as random_subsets
 from attrax.methods import recall_at as recall_at
+from attrax.methods import score_dvemb as score_dvemb
 from attrax.methods import score_logra as score_logra
 from attrax.methods import self_influence as self_influence
 from attrax.methods import shapley as shapley
