@@ -101,7 +101,7 @@ def _lock_path(folder: Path, run: str, rank: int) -> Path:
 
 
 def lock(folder: Path, run: str, rank: int) -> int:
-    """Become the writer of (run, rank), until `unlock` or the end of the process; an unfinished shard is removed.
+    """Become the writer of (run, rank), until `unlock` or the end of the process; what was left unfinished is removed.
 
     Returns:
         What `unlock` wants.
@@ -115,8 +115,11 @@ def lock(folder: Path, run: str, rank: int) -> int:
             f"store: run '{run}', rank {rank}, of '{folder}' is being written by another sink. Give each process its "
             "own rank=, or leave run= out to begin a new run; compact a store when its runs are over."
         )
-    for unfinished in folder.glob(f".{run}-{rank:04d}-*{SUFFIX}.tmp"):
-        unfinished.unlink()
+    for unfinished in (
+        *folder.glob(f".{run}-{rank:04d}-*{SUFFIX}.tmp"),
+        *folder.glob(f".{INDEX}.*.tmp"),
+    ):
+        unfinished.unlink(missing_ok=True)
     return descriptor
 
 
