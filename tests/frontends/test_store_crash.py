@@ -32,4 +32,4 @@ def test_kills_damages_full_disks_and_hostile_files(tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     killed = sum(n for name, n in result["kill"].items() if name.endswith(" killed"))
     named = sum(n for name, n in result["damage"].items() if "named" in name)
-    assert killed > 2 and named > 12 and result["violations"] == 0
+    assert killed == 12 and named > 12 and result["violations"] == 0
