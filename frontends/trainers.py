@@ -146,7 +146,8 @@ class Samples:
     """A table of what a GRPO trainer has sampled, beside the store: pass one as ``after_backward=[samples]``.
 
     Attributes:
-        rows: For each captured example: `id`, `step`, `advantage`, `prompt_ids` and `completion_ids` without padding.
+        rows: For each captured example: `id`, `step`, `advantage`, `prompt_ids` and `completion_ids` without padding,
+            and ``reward:<name>`` of every reward function.
     """
 
     def __init__(self, trainer: object) -> None:
@@ -159,15 +160,28 @@ class Samples:
         if trainer is None:
             return
         batch, (block,) = _sampled(trainer), event.blocks
-        self.rows += [self._row(block, batch, i) for i in range(len(block.examples))]
+        self.rows += [self._row(trainer, block, batch, i) for i in range(len(block.examples))]
 
-    def _row(self, block: Block, batch: Mapping[str, Any], i: int) -> dict[str, Any]:
+    def _row(self, trainer: Any, block: Block, batch: Mapping[str, Any], i: int) -> dict[str, Any]:
         tokens = {
             f"{part}_ids": batch[f"{part}_ids"][i][batch[f"{part}_mask"][i].bool()].tolist()
             for part in ("prompt", "completion")
         }
         advantage = float(batch["advantages"][i])
-        return {"id": block.examples.ids[i], "step": block.examples.step, "advantage": advantage, **tokens}
+        rewards = _rewards(trainer, tokens["completion_ids"], advantage)
+        about = {"id": block.examples.ids[i], "step": block.examples.step, "advantage": advantage}
+        return {**about, **tokens, **rewards}
+
+
+def _rewards(trainer: Any, completion_ids: list[int], advantage: float) -> dict[str, float]:
+    """What the reward functions gave a completion, from the trainer's log of the present samples."""
+    text = trainer.processing_class.decode(completion_ids, skip_special_tokens=True)
+    logs = trainer._logs
+    for at, (said, worth) in enumerate(zip(logs["completion"], logs["advantages"], strict=False)):
+        said = said if isinstance(said, str) else said[-1]["content"]
+        if said == text and abs(worth - advantage) <= 1e-6 * max(1.0, abs(advantage)):
+            return {f"reward:{name}": float(values[at]) for name, values in logs["rewards"].items()}
+    return {}
 
 
 class Opened:

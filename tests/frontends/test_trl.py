@@ -231,6 +231,8 @@ def test_grpo(kind, tmp_path):
     rows = made[-1].rows
     assert [s["id"] for s in rows] == [i for b in check.blocks for i in b.examples.ids]
     assert len({round(s["advantage"], 3) for s in rows}) > 3
+    text = lambda s: tokenizer().decode(s["completion_ids"], skip_special_tokens=True)  # noqa: E731
+    assert [s["reward:reward"] for s in rows] == pytest.approx([reward([text(s)])[0] for s in rows])
     assert [len(s["completion_ids"]) for s in rows] == [n for b in check.blocks for n in known(b)[1].tolist()]
 
 
