@@ -279,7 +279,7 @@ def effects_of(folder: Path) -> tuple[attrax.Scores, dict[str, Any]]:
     return whole, {
         "median_effect": size,
         "repeated_run_differs_by": float((losses["all again"] - losses["all"]).abs().max()),
-        "effect_over_rounding": size / float((losses["permuted"] - losses["all"]).abs().median()),
+        "rounding": float((losses["permuted"] - losses["all"]).abs().mean()),
         "linear": {
             str(h): float(torch.corrcoef(torch.stack([x.flatten(), first.flatten()]))[0, 1])
             for h, x in partial_effects.items()
