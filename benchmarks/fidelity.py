@@ -18,6 +18,7 @@ language model in a folder can take the place of the small one, on any device (-
 import argparse
 import json
 import math
+import random
 import re
 import resource
 import subprocess
@@ -160,10 +161,8 @@ def queries_of(folder: Path, device: str) -> list[dict[str, Any]]:
 
 
 def removed_ids(folder: Path) -> list[str]:
-    """The sequences that are removed, drawn once."""
-    ids = [row["id"] for row in rows_of(folder, "train")]
-    chosen = torch.randperm(len(ids), generator=torch.Generator().manual_seed(SEED))[:REMOVALS]
-    return [ids[i] for i in chosen.tolist()]
+    """The sequences that are removed, drawn once; not by torch's generator, which orders the Trainer's data."""
+    return random.Random(SEED).sample([row["id"] for row in rows_of(folder, "train")], REMOVALS)
 
 
 def retrain(folder: Path, device: str) -> None:
