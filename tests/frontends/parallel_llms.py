@@ -98,7 +98,7 @@ def trainer(averaged: bool, path: Path) -> None:
         **options,
     )
     sinks = [attrax.store(path / f"trainer{averaged}", run="all")]
-    with attrax.capture(model, sinks=sinks, callbacks=[note], strict=True):
+    with attrax.capture(model, sinks=sinks, before_step=[note], strict=True):
         Trainer(model=model, args=arguments, train_dataset=Documents()).train()
     if dist.get_rank() == 0:
         torch.save(seen, path / f"trainer{averaged}.pt")
