@@ -96,15 +96,6 @@ def through_clip(clip: Clip, gradients: Vectors, rho: Vectors) -> dict[str, Tens
     return {n: c * (r - along.reshape(-1, *[1] * (r.ndim - 1)) * unclipped[n]) for n, r in rho.items()}
 
 
-def bound(clip: Clip) -> float:
-    """The norm that gradients were clipped to; infinite if they were not.
-
-    >>> round(bound(Clip(0.25, 4.0)), 5)
-    1.0
-    """
-    return clip.coefficient * (clip.norm + _DELTA) if clip.coefficient < 1 else float("inf")
-
-
 def _operands(record: Step, name: str) -> tuple[Tensor, Tensor]:
     """Gradient and parameter, in float32 or better; a parameter that does not matter may be missing."""
     if name not in record.optimizers or name not in record.gradients:

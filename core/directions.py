@@ -14,10 +14,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attrax.core.leaves import Leaf, Materialized, Part
+from attrax.core.arrange import arranged, by_parameter
+from attrax.core.leaves import Leaf
 from attrax.core.optimizers import Optimizer, State, direction
-from attrax.core.reduce import materialize_leaf
 from attrax.core.source import Transform
+from attrax.core.tree import GradTree
 
 _AT_ONCE = 2**22
 
@@ -61,29 +62,7 @@ def directed(
                 f"directed: leaf '{name}' is in basis '{leaf.basis}'. Directions are taken of whole gradients: project "
                 "after, not before."
             )
-        built = materialize_leaf(leaf)
-        w, many = built.w, built.w.ndim == 3
-        rows = w.split([part.width for part in leaf.parts], 1) if many else (w,)
-        out: list[Tensor] = []
-        for part, g in zip(leaf.parts, rows, strict=True):
-            weight = g[..., :-1] if built.bias else g
-            moves = moved(part.weight, weight, _as_in_leaf(states.get(part.weight, {}), part, weight))
-            if built.bias:
-                bias = g[..., -1]
-                bias = bias if part.bias is None else moved(part.bias, bias, states.get(part.bias, {}))
-                moves = torch.cat([moves, bias.unsqueeze(-1)], -1)
-            out.append(moves)
-        return Materialized(torch.cat(out, 1) if many else out[0], leaf.parts, built.bias)
+        gradients = by_parameter(GradTree({name: leaf}))
+        return arranged(leaf, {n: moved(n, g, states.get(n, {})) for n, g in gradients.items()})
 
     return run
-
-
-def _as_in_leaf(state: State, part: Part, g: Tensor) -> dict[str, Tensor]:
-    """A parameter's state, which is in the stored layout, in the layout of its gradients `g` [B, ...]."""
-    shape = g.transpose(-1, -2).shape[1:] if part.transposed else g.shape[1:]
-
-    def placed(x: Tensor) -> Tensor:
-        x = x.reshape(shape)
-        return x.transpose(-1, -2) if part.transposed else x
-
-    return {name: placed(x) if x.ndim else x for name, x in state.items()}
