@@ -40,7 +40,7 @@ from attrax.core import disjoint_masks
 from attrax.frontends import Recipe, baselines, query_losses, train, without
 from attrax.methods import bootstrap
 
-BATCH, RATE, DECAY, CLIP, WARMUP = 32, 1e-3, 0.01, 1.0, 0.1
+BATCH, RATE, DECAY, CLIP, WARMUP = 32, 4e-5, 0.01, 1.0, 0.1
 MASKS, COUNTS = 10, (512, 8192)
 REMOVALS, FEW, SEED, THREADS = 50, 16, 0, 1
 
