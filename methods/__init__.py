@@ -4,6 +4,7 @@ Every method returns `Scores` [N, Q], train rows by query columns, **higher = mo
 decrease of the query's loss when the train example is up-weighted.
 """
 
+from attrax.methods.along import Stepped as Stepped
 from attrax.methods.dvemb import dvemb as dvemb
 from attrax.methods.embeddings import dvemb_embeddings as dvemb_embeddings
 from attrax.methods.embeddings import score_dvemb as score_dvemb
@@ -43,7 +44,6 @@ from attrax.methods.selection import greats as greats
 from attrax.methods.selection import keep_top as keep_top
 from attrax.methods.self_influence import self_influence as self_influence
 from attrax.methods.shapley import shapley as shapley
-from attrax.methods.tracin import Stepped as Stepped
 from attrax.methods.tracin import tracin as tracin
 from attrax.methods.tracin import tracin_checkpoints as tracin_checkpoints
 from attrax.methods.trajectory_influence import trajectory_influence as trajectory_influence

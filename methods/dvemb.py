@@ -27,13 +27,11 @@ from attrax.core import (
     Scores,
     Source,
     aggregate,
-    covers,
     gram_leaf,
     materialize,
-    projected,
-    transformed,
 )
-from attrax.core.trajectory import Step, Trajectory
+from attrax.core.trajectory import Trajectory
+from attrax.methods.along import rate_of, seen
 from attrax.methods.sweep import Rows, at_the_end, collected, held, unbroken
 from attrax.methods.weighing import FisherUnit, fisher_factor
 
@@ -68,7 +66,7 @@ def dvemb(
         ValueError: If the run or the queries are empty, steps are missing, leaves differ, or learning rates or weights
             are unknown.
 
-    >>> from attrax.core import Blocks, Examples, Optimizer, Recorded, materialized
+    >>> from attrax.core import Blocks, Examples, Optimizer, Recorded, Step, materialized
     >>> grads = GradTree({"w": materialized("w", torch.tensor([[2.0]]))})
     >>> block = lambda step, name: Block(grads, Examples((name,), step, weight=torch.ones(1)))
     >>> sgd = {"w": Optimizer("sgd", {"lr": 0.1})}
@@ -131,23 +129,10 @@ def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | 
         blocks = held(seen(trajectory.gradients(number), projection))
         if blocks:
             record = trajectory.step(number)
-            rates = {n: _rate(record, n, leaf) for block in blocks for n, leaf in block.grads.items()}
+            rates = {
+                n: rate_of(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()
+            }
             yield Seen(blocks, rates, fisher_factor(blocks, unit))
-
-
-def _rate(record: Step, name: str, leaf: Leaf) -> float:
-    rates = {record.optimizers[n].lr for n in (name, *covers(leaf)) if n in record.optimizers}
-    if len(rates) != 1:
-        raise ValueError(
-            f"dvemb: step {record.step}: leaf '{name}' has learning rates {sorted(rates)}; expected one. Leave it out "
-            "of the selection, or use trajectory_influence."
-        )
-    return rates.pop()
-
-
-def seen(source: Source, projection: LinearMap | None) -> Source:
-    """A source in the coordinates of a projection."""
-    return source if projection is None else transformed(source, projected(projection))
 
 
 def is_diagonal(coupling: str) -> bool:

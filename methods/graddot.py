@@ -11,7 +11,7 @@ import torch
 
 from attrax.core import CPU, Hardware, Scores, Source, Target, collect, sq_norms_leaf, targeted
 from attrax.core.source import row_sums, several_passes
-from attrax.methods.pairwise import pairwise
+from attrax.methods.pairwise import cosines, pairwise
 
 
 def graddot(train: Source, query: Source, *, target: Target = "sum", hardware: Hardware = CPU) -> Scores:
@@ -67,8 +67,7 @@ def gradcos(train: Source, query: Source, *, target: Target = "sum", hardware: H
         several_passes(side, "gradcos")
     dots = graddot(train, query, target=target, hardware=hardware)
     n, q = (_norms(targeted(side, target), hardware).to(dots.values.dtype) for side in (train, query))
-    scale = n.unsqueeze(1) * q
-    values = torch.where(scale > 0, dots.values / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0.0)
+    values = cosines(dots.values, n, q)
     return replace(dots, values=values, about={**dots.about, "method": "gradcos", "unit": "cosine"})
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attrax.core import (
     CPU,
+    Block,
     Examples,
     Hardware,
     Leaf,
@@ -28,18 +29,15 @@ from attrax.core import (
     Target,
     collect,
     directed,
-    gram_leaf,
     norms,
-    projected,
     sq_norms_leaf,
     targeted,
     transformed,
 )
-from attrax.core.optimizers import Optimizer
-from attrax.core.scores import scores
-from attrax.core.source import one_fingerprint, row_sums
+from attrax.core.source import row_sums
 from attrax.core.trajectory import Step, Trajectory
-from attrax.methods.tracin import Stepped
+from attrax.methods.along import over_checkpoints, products, queries_along, same_parameters, seen, stacked
+from attrax.methods.pairwise import cosines
 
 Variant: TypeAlias = Literal["torch", "official"]
 
@@ -63,7 +61,7 @@ class Less:
     hardware: Hardware = CPU
 
 
-def less(trajectory: Trajectory, query: Stepped, how: Less = Less()) -> Scores:
+def less(trajectory: Trajectory, query: Source, how: Less = Less()) -> Scores:
     """LESS along a run: every use of an example at the parameters and optimizer state before that step.
 
     Args:
@@ -77,19 +75,15 @@ def less(trajectory: Trajectory, query: Stepped, how: Less = Less()) -> Scores:
     Raises:
         ValueError: If a step has no query gradients, its parameters differ, or there are several learning rates.
     """
-    if missing := sorted(set(trajectory.steps) - set(query.steps())):
-        raise ValueError(f"less: no query gradients at steps {missing[:5]}; record them at every step.")
+    at = queries_along(query, "less", how.projection)
     records = [trajectory.step(number) for number in trajectory.steps]
-    parts = [
-        _cosines(trajectory.gradients(record.step), query.at(record.step), record, rate, how)
-        for record, rate in zip(records, _rates(records, None, how.variant), strict=True)
-    ]
-    rows = [row for part, _ in parts for row in part]
-    if not rows:
-        raise ValueError("less: the run yielded no examples.")
-    if len({ids for _, ids in parts}) > 1:
-        raise ValueError("less: the queries differ between steps.")
-    return scores(torch.cat([v for _, v in rows]), [e for e, _ in rows], parts[0][1], _about(how))
+    rows: list[tuple[Examples, Tensor]] = []
+    ids: tuple[str, ...] = ()
+    for record, rate in zip(records, _rates(records, None, how.variant), strict=True):
+        queries = at(record.step)
+        ids = queries.examples.ids
+        rows += _cosines(trajectory.gradients(record.step), queries, record, rate, how)
+    return stacked(rows, ids, _about(how))
 
 
 def less_checkpoints(
@@ -113,57 +107,36 @@ def less_checkpoints(
     """
     given = list(checkpoints)
     rates = _rates([record for *_, record in given], learning_rates, how.variant)
-    total: Scores | None = None
+    parts: list[Scores] = []
     for (train, query, record), rate in zip(given, rates, strict=True):
-        rows, ids = _cosines(train, query, record, rate, how)
-        one = scores(torch.cat([v for _, v in rows]), [e for e, _ in rows], ids, _about(how))
-        if total is None:
-            total = replace(one, steps=(), micros=())
-        elif (one.ids, one.query_ids) != (total.ids, total.query_ids):
-            raise ValueError("less_checkpoints: examples or queries differ between checkpoints.")
-        else:
-            total = replace(total, values=total.values + one.values)
-    if total is None:
-        raise ValueError("less_checkpoints: no checkpoints given.")
-    return total
+        queries = collect(seen(query, how.projection), operation="less")
+        rows = _cosines(train, queries, record, rate, how)
+        parts.append(stacked(rows, queries.examples.ids, _about(how)))
+    return over_checkpoints(parts, "less_checkpoints")
 
 
 def _cosines(
-    train: Source, query: Source, record: Step, rate: float, how: Less
-) -> tuple[list[tuple[Examples, Tensor]], tuple[str, ...]]:
-    """w_k cos(...) of every block, and the ids of the queries."""
-
-    def seen(source: Source) -> Source:
-        return source if how.projection is None else transformed(source, projected(how.projection))
+    train: Source, queries: Block, record: Step, rate: float, how: Less
+) -> list[tuple[Examples, Tensor]]:
+    """w_k cos(...) of every block."""
 
     def measure(name: str, leaf: Leaf, _: Examples) -> Tensor:
-        if name not in queries.grads:
-            raise ValueError(
-                f"less: train leaf '{name}' has no query gradient; capture both with one selection."
-            )
-        dots = gram_leaf(leaf, queries.grads[name], name=name, hardware=how.hardware)
+        dots = products(leaf, queries, name, "less", how.hardware)
         return torch.cat([dots, sq_norms_leaf(leaf, name=name, hardware=how.hardware).unsqueeze(1)], 1)
 
-    queries = collect(seen(query), operation="less")
-    rules = {name: _rule(o, how.variant) for name, o in record.optimizers.items()}
+    official = how.variant == "official"
+    rules = {
+        name: replace(o, kind="less") if official and o.kind in ("adam", "adamw") else o
+        for name, o in record.optimizers.items()
+    }
     moves = transformed(targeted(train, how.target), directed(rules, record.states, centered=how.centered))
     lengths = norms(queries.grads, hardware=how.hardware)
     rows: list[tuple[Examples, Tensor]] = []
-    for examples, value in row_sums(measure, seen(moves)):
-        one_fingerprint(queries.examples.fingerprint, examples, "less")
+    for examples, value in row_sums(measure, seen(moves, how.projection)):
+        same_parameters(queries, examples, "less")
         if value is not None and len(examples):
-            scale = value[:, -1:].clamp_min(0).sqrt() * lengths
-            cosines = torch.where(
-                scale > 0, value[:, :-1] / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0.0
-            )
-            rows.append((examples, rate * cosines))
-    return rows, queries.examples.ids
-
-
-def _rule(optimizer: Optimizer, variant: Variant) -> Optimizer:
-    if variant == "official" and optimizer.kind in ("adam", "adamw"):
-        return replace(optimizer, kind="less")
-    return optimizer
+            rows.append((examples, rate * cosines(value[:, :-1], value[:, -1].clamp_min(0).sqrt(), lengths)))
+    return rows
 
 
 def _rates(records: Sequence[Step], given: Sequence[float] | None, variant: Variant) -> list[float]:

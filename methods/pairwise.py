@@ -137,3 +137,13 @@ def _dense_bytes(leaf: Leaf) -> int:
             columns = 1
     numbers = batch_size(leaf) * sum(part.width for part in leaf.parts) * columns
     return numbers * wide(leaf.g.dtype).itemsize
+
+
+def cosines(products: Tensor, train: Tensor, query: Tensor) -> Tensor:
+    """Inner products [B, Q] by the norms [B] and [Q] of what was multiplied; 0 where one of them is zero.
+
+    >>> cosines(torch.tensor([[3.0, 0.0]]), torch.tensor([3.0]), torch.tensor([2.0, 0.0]))
+    tensor([[0.5000, 0.0000]])
+    """
+    scale = train.unsqueeze(1) * query
+    return torch.where(scale > 0, products / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0.0)

@@ -16,21 +16,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import CPU, Block, Examples, Hardware, Scores, aggregate, collect, targeted
+from attrax.core import CPU, Block, Examples, Hardware, Scores, Source, aggregate
 from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
-from attrax.core.scores import scores
-from attrax.core.source import one_fingerprint
 from attrax.core.trajectory import Step, Trajectory
+from attrax.methods.along import queries_along, same_parameters, stacked
 from attrax.methods.sweep import contracted, held
-from attrax.methods.tracin import Stepped
 
 QueryHvp: TypeAlias = Callable[[int, Vectors], Vectors]
 """``(step, direction [*shape] by parameter) -> H_q times it``, [Q, *shape] by parameter."""
 
 
 def shapley(
-    trajectory: Trajectory, query: Stepped, *, hvp: QueryHvp | None = None, hardware: Hardware = CPU
+    trajectory: Trajectory, query: Source, *, hvp: QueryHvp | None = None, hardware: Hardware = CPU
 ) -> Scores:
     """Shapley values of every use of every example.
 
@@ -47,31 +45,26 @@ def shapley(
     Raises:
         ValueError: If a step has no query gradients, its parameters differ, or a learning rate is unknown.
     """
+    at = queries_along(query, "shapley")
     rows: list[tuple[Examples, Tensor]] = []
     ids: tuple[str, ...] = ()
     for number in trajectory.steps:
         blocks = held(trajectory.gradients(number))
         if not blocks:
             continue
-        if number not in query.steps():
-            raise ValueError(f"shapley: no query gradients at step {number}; record them at every step.")
-        queries = collect(targeted(query.at(number), "sum"), operation="shapley")
-        if ids and queries.examples.ids != ids:
-            raise ValueError(f"shapley: the queries at step {number} differ from those of earlier steps.")
+        queries = at(number)
         ids = queries.examples.ids
         along = _direction(trajectory.step(number), blocks, queries, hvp)
         for block in blocks:
-            one_fingerprint(queries.examples.fingerprint, block.examples, "shapley")
+            same_parameters(queries, block.examples, "shapley")
             rows.append((block.examples, contracted(block, along, hardware)))
-    if not rows:
-        raise ValueError("shapley: the run yielded no examples.")
     about = {
         "method": "shapley",
         "order": "1" if hvp is None else "2",
         "target": "as_trained",
         "unit": "loss",
     }
-    return scores(torch.cat([v for _, v in rows]), [e for e, _ in rows], ids, about)
+    return stacked(rows, ids, about)
 
 
 def _direction(record: Step, blocks: list[Block], queries: Block, hvp: QueryHvp | None) -> Vectors:

@@ -4,49 +4,28 @@
     checkpoints    s[i, q] = sum_k lr_k <g_i(theta_k), v_q(theta_k)>                                     (eq. 3)
 
 The first form needs the query gradients at the steps of the train blocks: record both during training (see
-`attrax.capture(..., queries=...)`).  Its rows keep (example, step); `Scores.per_example` adds them up.
+`attrax.capture(..., queries=...)`), or recompute both along a recorded run (see `attrax.replay`).  Its rows keep
+(example, step); `Scores.per_example` adds them up.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from functools import lru_cache
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
-from attrax.core import (
-    CPU,
-    Block,
-    Examples,
-    Hardware,
-    Leaf,
-    Scores,
-    Source,
-    Target,
-    collect,
-    gram_leaf,
-    targeted,
-)
-from attrax.core.scores import scores
+from attrax.core import CPU, Examples, Hardware, Leaf, Scores, Source, Target, targeted
 from attrax.core.source import row_sums
+from attrax.core.trajectory import Trajectory
+from attrax.methods.along import over_checkpoints, products, queries_along, rate_of, same_parameters, stacked
 from attrax.methods.graddot import graddot
 
-
-@runtime_checkable
-class Stepped(Source, Protocol):
-    """A source that knows its optimizer steps and can be cut to one."""
-
-    def steps(self) -> tuple[int, ...]:
-        """Steps present, ascending."""
-        ...
-
-    def at(self, step: int) -> Source:
-        """The blocks of one step."""
-        ...
+Rate: TypeAlias = Callable[[str, Leaf, Examples], float]
 
 
 def tracin(
-    train: Source,
+    train: Trajectory | Source,
     query: Source,
     *,
     learning_rates: Mapping[int, float] | None = None,
@@ -56,9 +35,10 @@ def tracin(
     """TracIn along a recorded run.
 
     Args:
-        train: Gradients of a training run, blocks with steps.
-        query: Query gradients at the same steps and parameters.
-        learning_rates: Learning rate by step; those recorded with the train blocks if omitted.
+        train: The run: a `Trajectory`, which knows the learning rate of every parameter group, or gradients alone,
+            blocks with steps.
+        query: Query gradients at the same steps and parameters: a store, or `Replay.queries`.
+        learning_rates: Learning rate by step; those recorded with the run or with its blocks if omitted.
         target: "as_trained" weighs each example as its step did.  Queries always use the sum over their tokens.
         hardware: Roofline figures and memory budget.
 
@@ -68,79 +48,51 @@ def tracin(
     Raises:
         ValueError: If a train step has no query gradients, its parameters differ, or no learning rate is known.
     """
-    by_step = _query_steps(query)
-    rows: list[Examples] = []
-    values: list[Tensor] = []
-    current: dict[int, Block] = {}
+    at = queries_along(query, "tracin")
+    sources, rate = _parts(train, learning_rates)
+    rows: list[tuple[Examples, Tensor]] = []
     wanted: set[str] = set()
     met: set[str] = set()
-    ids: tuple[str, ...] | None = None
+    ids: tuple[str, ...] = ()
 
     def measure(name: str, leaf: Leaf, examples: Examples) -> Tensor:
-        if examples.step not in current:
-            current.clear()
-            current[examples.step] = _queries_at(by_step, examples)
-            wanted.update(current[examples.step].grads)
-        queries = current[examples.step]
+        queries = at(examples.step)
+        same_parameters(queries, examples, "tracin")
+        wanted.update(queries.grads)
         met.add(name)
-        if name not in queries.grads:
-            raise ValueError(
-                f"tracin: train leaf '{name}' has no query gradient; capture both with one selection."
-            )
-        return gram_leaf(leaf, queries.grads[name], name=name, hardware=hardware)
+        return rate(name, leaf, examples) * products(leaf, queries, name, "tracin", hardware)
 
-    for examples, value in row_sums(measure, targeted(train, target)):
-        if value is None or not len(examples):
-            continue
-        queries = current[examples.step].examples.ids
-        ids = ids or queries
-        if queries != ids:
-            raise ValueError(
-                f"tracin: the queries at step {examples.step} differ from those of earlier steps."
-            )
-        rows.append(examples)
-        values.append(value * _learning_rate(examples, learning_rates))
-    if not rows or ids is None:
-        raise ValueError("tracin: the train source yielded no examples.")
+    for source in sources:
+        for examples, value in row_sums(measure, targeted(source, target)):
+            if value is not None and len(examples):
+                ids = at(examples.step).examples.ids
+                rows.append((examples, value))
     if unmet := sorted(wanted - met):
         raise ValueError(
             f"tracin: the queries hold leaves that no train block has: {unmet[:5]}; capture both with one selection."
         )
-    about = {"method": "tracin", "target": target, "unit": "loss"}
-    return scores(torch.cat(values), rows, ids, about)
+    return stacked(rows, ids, {"method": "tracin", "target": target, "unit": "loss"})
 
 
-def _query_steps(query: Source) -> Mapping[int, Source]:
-    if not isinstance(query, Stepped):
-        raise ValueError(
-            "tracin: the query source does not know its optimizer steps. Record query gradients during training, or "
-            "use tracin_checkpoints with one live source per checkpoint."
-        )
-    return {step: query.at(step) for step in query.steps()}
+def _parts(train: Trajectory | Source, given: Mapping[int, float] | None) -> tuple[Iterable[Source], Rate]:
+    """The gradients of a run, and the learning rates of its leaves."""
 
+    def by_block(name: str, leaf: Leaf, examples: Examples) -> float:
+        rate = examples.learning_rate if given is None else given.get(examples.step)
+        if rate is None:
+            raise ValueError(
+                f"tracin: no learning rate is known for step {examples.step}. Pass learning_rates={{step: lr}}."
+            )
+        return rate
 
-def _queries_at(by_step: Mapping[int, Source], examples: Examples) -> Block:
-    if examples.step not in by_step:
-        raise ValueError(
-            f"tracin: no query gradients at step {examples.step}; there are some at {sorted(by_step)[:10]}. "
-            "Record the queries at every step that is scored."
-        )
-    queries = collect(targeted(by_step[examples.step], "sum"), operation="tracin")
-    if queries.examples.fingerprint != examples.fingerprint:
-        raise ValueError(
-            f"tracin: at step {examples.step} train and query gradients were taken at different parameters "
-            f"({examples.fingerprint!r} and {queries.examples.fingerprint!r}). Record both in one run."
-        )
-    return queries
+    if not isinstance(train, Trajectory):
+        return [train], by_block
+    step = lru_cache(1)(train.step)
 
+    def by_parameter(name: str, leaf: Leaf, examples: Examples) -> float:
+        return rate_of(step(examples.step), name, leaf, "tracin")
 
-def _learning_rate(examples: Examples, given: Mapping[int, float] | None) -> float:
-    rate = examples.learning_rate if given is None else given.get(examples.step)
-    if rate is None:
-        raise ValueError(
-            f"tracin: no learning rate is known for step {examples.step}. Pass learning_rates={{step: lr}}."
-        )
-    return rate
+    return map(train.gradients, train.steps), by_parameter if given is None else by_block
 
 
 def tracin_checkpoints(
@@ -159,23 +111,16 @@ def tracin_checkpoints(
     Raises:
         ValueError: If there is no checkpoint, or examples or queries differ between checkpoints.
 
-    >>> from attrax.core import Blocks, GradTree, factorized
+    >>> import torch
+    >>> from attrax.core import Block, Blocks, GradTree, factorized
     >>> grads = GradTree({"w": factorized("w", torch.ones(1, 1, 2), torch.ones(1, 1, 2))})
     >>> source = Blocks([Block(grads, Examples(("x",), weight=torch.ones(1)))])
     >>> tracin_checkpoints([(source, source, 0.5), (source, source, 0.25)]).values
     tensor([[3.]])
     """
-    total: Scores | None = None
-    count = 0
-    for train, query, rate in checkpoints:
-        one = graddot(train, query, target=target, hardware=hardware)
-        count += 1
-        if total is None:
-            total = replace(one, values=rate * one.values, steps=(), micros=())
-            continue
-        if (one.ids, one.query_ids) != (total.ids, total.query_ids):
-            raise ValueError("tracin_checkpoints: examples or queries differ between checkpoints.")
-        total = replace(total, values=total.values + rate * one.values)
-    if total is None:
-        raise ValueError("tracin_checkpoints: no checkpoints given.")
-    return replace(total, about={**total.about, "method": "tracin_checkpoints", "checkpoints": str(count)})
+    parts = (
+        (graddot(train, query, target=target, hardware=hardware), rate) for train, query, rate in checkpoints
+    )
+    return over_checkpoints(
+        (replace(one, values=rate * one.values) for one, rate in parts), "tracin_checkpoints"
+    )

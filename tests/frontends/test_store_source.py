@@ -22,7 +22,7 @@ from attrax.core.kronecker import kronecker_sums, merge
 from attrax.frontends import gather
 from attrax.frontends.store import open_store, store
 from attrax.methods import ekfac, gradcos, graddot, self_influence, tracin
-from attrax.methods.tracin import Stepped
+from attrax.methods.along import Stepped
 
 from .test_store import make, read, rows, write
 

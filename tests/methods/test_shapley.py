@@ -91,7 +91,10 @@ def test_first_order_values_are_tracin():
     r = run(recipe(torch.optim.SGD, lr=0.3, batches=batches(3, (3, 2))))
     along = replay(r.recipe.model, r.recipe.batches, LOSS, r.trajectory, source=functional)
     queries = along.queries(QUERIES)
-    assert_same(shapley(along, queries).values, tracin(Blocks(r.trajectory.blocks), queries).values)
+    values = shapley(along, queries).values
+    assert_same(values, tracin(Blocks(r.trajectory.blocks), queries).values)
+    assert_same(values, tracin(r.trajectory, queries).values)
+    assert_same(values, tracin(along, queries).values)
 
 
 def test_refusals():

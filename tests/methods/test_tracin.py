@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from attrax.core import Block, Blocks, Source, materialized, scale_examples
+from attrax.frontends import functional, replay
 from attrax.methods import Stepped, graddot, tracin, tracin_checkpoints
 
 from ..core.dense import assert_same, vectors
 from ..core.toys import SMALL, block, cut, generator, named, normal, refused, source, tree
+from .runs import LOSS, QUERIES, at, batches, recipe, run
 
 STEPS = (0, 1, 2)
 RATES = {0: 0.1, 1: 0.2, 2: 0.4}
@@ -102,6 +104,29 @@ def test_given_learning_rates_replace_recorded_ones():
     assert_same(s.values, expected_rows(rates=rates))
 
 
+def test_every_parameter_group_has_its_own_rate_along_a_trajectory():
+    """The decrease of the query loss, to first order, is the inner product with the step that was taken."""
+
+    def groups(model):
+        weights, biases = (
+            [p for n, p in model.named_parameters() if n.endswith(e)] for e in ("weight", "bias")
+        )
+        return torch.optim.SGD([{"params": weights, "lr": 0.3}, {"params": biases, "lr": 0.1}])
+
+    r = run(replace(recipe(batches=batches(3, (3, 2))), optimizer=groups))
+    along = replay(r.recipe.model, r.recipe.batches, LOSS, r.trajectory, source=functional)
+    s = tracin(along, along.queries(QUERIES))
+    for k, record in enumerate(r.trajectory.records[:-1]):
+        moved = {n: p - record.parameters[n] for n, p in r.trajectory.records[k + 1].parameters.items()}
+        model = at(r.model, record.parameters)
+        for q, name in enumerate(s.query_ids):
+            loss = LOSS(model, QUERIES[0])[q]
+            v = dict(zip(moved, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+            change = torch.stack([(v[n] * moved[n]).sum() for n in moved]).sum()
+            rows = torch.tensor([step == record.step for step in s.steps])
+            assert_same(s.query(name).values[rows].sum(), -change)
+
+
 def test_scores_add_up_to_the_decrease_of_the_query_loss():
     """Full-batch gradient descent with a small rate: the sum over examples and steps telescopes."""
     gen = generator(2)
@@ -188,5 +213,5 @@ def test_leaves_must_match():
 
 
 def test_an_empty_run_is_refused():
-    with refused("tracin: the train source yielded no examples"):
+    with refused("tracin: the run yielded no examples"):
         tracin(Blocks([]), query_run())
