@@ -166,16 +166,20 @@ def gathered_rows(leaf: Leaf, at: Positions) -> Leaf:
             return concat_rows(rows) if len(rows) == len(uses) else Sum(tuple(uses), at.parts)
 
 
-def gathered(leaf: Leaf, at: Positions) -> Float[Tensor, "B k"]:
-    """The coordinates summed over rows, in bounded memory: gathered where sparse, else read off the built gradient.
+def is_sparse(leaf: Leaf, count: int) -> bool:
+    """Whether so many coordinates are cheaper to gather than to read off the built gradient.
 
     Reading 2 T operands a coordinate is slower than the whole gradient's GEMM beyond one coordinate in a few hundred:
     on one CPU core and 768 x 768 both take the same at one in 200; GPUs' rates put it near one in 400.
     """
+    return count * _SPARSE < prod(gradient_shape(leaf))
+
+
+def gathered(leaf: Leaf, at: Positions) -> Float[Tensor, "B k"]:
+    """The coordinates summed over rows, in bounded memory: gathered where sparse, else read off the built gradient."""
     if isinstance(leaf, Sum):
         return torch.stack([gathered(use, at) for use in leaf.uses]).sum(0)
-    No, Ni = gradient_shape(leaf)
-    if isinstance(leaf, Materialized | Diagonal) or len(at.o) * _SPARSE >= No * Ni:
+    if isinstance(leaf, Materialized | Diagonal) or not is_sparse(leaf, len(at.o)):
         return _entries(materialize_leaf(leaf), at)
     step = max(1, _CHUNK // max(1, leaf.g.shape[0] * leaf.g.shape[-2]))
     chunks = zip(at.o.split(step), at.c.split(step), strict=True)

@@ -19,11 +19,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import CPU, Hardware, Mask, Scores, Source, aggregate, projected, transformed
+from attrax.core import CPU, Hardware, Mask, Scores, Source, aggregate
 from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.trajectory import Step, Trajectory
-from attrax.methods.masked import masked_run
+from attrax.methods.masked import masked_runs, masked_sources
 from attrax.methods.sweep import Respond, Rows, at_the_end, collected, contracted, held, sweep, unbroken
 from attrax.methods.weighing import FisherUnit, Removal, fisher_factor, removed
 
@@ -71,28 +71,23 @@ def trajectory_influence(
     """
     if masks and curvature != "fisher":
         raise ValueError("trajectory_influence: masks= go with curvature='fisher'; a Hessian is not masked.")
-    seen = [(masked_run(trajectory, mask), transformed(query, projected(mask))) for mask in masks] or [
-        (trajectory, query)
+    runs = masked_runs(trajectory, masks) if masks else [trajectory]
+    sides = masked_sources(query, masks) if masks else [query]
+    queries = [at_the_end(side, "trajectory_influence") for side in sides]
+    products = [
+        sweep(_complete(run), by_parameter(asked.grads), _responding(run, curvature, unit, hardware))
+        for run, asked in zip(runs, queries, strict=True)
     ]
-    parts = [_influence(run, queries, curvature, unit, removal, hardware) for run, queries in seen]
-    about = {**parts[0].about, **{f"mask {k}": mask.basis for k, mask in enumerate(masks)}}
-    return replace(parts[0], values=torch.stack([part.values for part in parts]).mean(0), about=about)
-
-
-def _influence(
-    trajectory: Trajectory,
-    query: Source,
-    curvature: Literal["fisher"] | Hvp,
-    unit: FisherUnit,
-    removal: Removal,
-    hardware: Hardware,
-) -> Scores:
-    queries = at_the_end(query, "trajectory_influence")
-    respond = _responding(trajectory, curvature, unit, hardware)
-    products = sweep(_complete(trajectory), by_parameter(queries.grads), respond)
     about = {"method": "trajectory_influence", "target": "as_trained", "unit": "loss", "removal": removal}
     about |= {"curvature": f"fisher of {unit}" if curvature == "fisher" else "hessian"}
-    return collected((removed(rows, removal) for rows in products), queries.examples, about)
+    about |= {f"mask {k}": mask.basis for k, mask in enumerate(masks)}
+    return collected((removed(rows, removal) for rows in _means(products)), queries[0].examples, about)
+
+
+def _means(products: Sequence[Iterator[Rows]]) -> Iterator[Rows]:
+    """The mean over sweeps that go through the steps side by side."""
+    for parts in zip(*products, strict=True):
+        yield [(rows[0][0], torch.stack([x for _, x in rows]).mean(0)) for rows in zip(*parts, strict=True)]
 
 
 def _responding(

@@ -143,6 +143,19 @@ def test_masks_are_runs_of_fewer_coordinates(form, r):
     assert_same(everything.values, written_out(r))
 
 
+def test_all_masks_read_a_step_once():
+    counted: Counter[int] = Counter()
+
+    class Read(Recorded):
+        def gradients(self, number):
+            counted[number] += 1
+            return super().gradients(number)
+
+    run = Read(ADAMW.trajectory.records, ADAMW.trajectory.blocks)
+    trajectory_influence(run, ADAMW.query, masks=disjoint_masks(Mask(1, scale="none"), 2))
+    assert counted == dict.fromkeys(run.steps, 1)
+
+
 def test_the_fisher_factor_of_a_token_mean_is_the_number_of_tokens():
     """Over all labels that a softmax model may draw, phi sum ghat ghat^T is the Hessian."""
     gen = generator(0)
@@ -194,7 +207,7 @@ def test_refusals():
     with refused("trajectory_influence", "no steps between 1 and 3"):
         records = [x for x in r.trajectory.records if x.step != 2]
         trajectory_influence(Recorded(records, r.trajectory.blocks), r.query)
-    with refused("masked_run", "unbiased", "scale='none'"):
+    with refused("masked_runs", "unbiased", "scale='none'"):
         trajectory_influence(r.trajectory, r.query, masks=[Mask(3)])
     with refused("masks=", "fisher"):
         trajectory_influence(r.trajectory, r.query, masks=[Mask(3)], curvature=lambda k, v: v)
