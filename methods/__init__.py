@@ -10,14 +10,13 @@ from attrax.methods.embeddings import dvemb_embeddings as dvemb_embeddings
 from attrax.methods.embeddings import score_dvemb as score_dvemb
 from attrax.methods.evaluation import above_floor as above_floor
 from attrax.methods.evaluation import agreement as agreement
-from attrax.methods.evaluation import auroc as auroc
 from attrax.methods.evaluation import bootstrap as bootstrap
-from attrax.methods.evaluation import group_scores as group_scores
-from attrax.methods.evaluation import lds as lds
 from attrax.methods.evaluation import linearity as linearity
-from attrax.methods.evaluation import random_subsets as random_subsets
 from attrax.methods.graddot import gradcos as gradcos
 from attrax.methods.graddot import graddot as graddot
+from attrax.methods.groups import group_scores as group_scores
+from attrax.methods.groups import lds as lds
+from attrax.methods.groups import random_subsets as random_subsets
 from attrax.methods.kfac import Curvature as Curvature
 from attrax.methods.kfac import ekfac as ekfac
 from attrax.methods.kfac import fit_ekfac as fit_ekfac
@@ -33,6 +32,7 @@ from attrax.methods.logra import fit_logra as fit_logra
 from attrax.methods.logra import logra as logra
 from attrax.methods.logra import score_logra as score_logra
 from attrax.methods.magic import magic as magic
+from attrax.methods.metrics import auroc as auroc
 from attrax.methods.metrics import average_ranks as average_ranks
 from attrax.methods.metrics import descending_rank as descending_rank
 from attrax.methods.metrics import recall_at as recall_at

@@ -77,27 +77,20 @@ def dvemb(
     """
     queries = at_the_end(seen(query, projection), "dvemb")
     about = {**ABOUT, "coupling": coupling, "fisher": unit}
-    return collected(
-        _sweep(trajectory, queries, coupling, unit, projection, hardware), queries.examples, about
-    )
+    steps = backwards(trajectory, unit, projection)
+    rows = _sweep(steps, queries.grads, is_diagonal(coupling), hardware)
+    return collected(rows, queries.examples, about)
 
 
-def _sweep(
-    trajectory: Trajectory,
-    queries: Block,
-    coupling: Coupling,
-    unit: FisherUnit,
-    projection: LinearMap | None,
-    hardware: Hardware,
-) -> Iterator[Rows]:
+def _sweep(steps: Iterator["Seen"], queries: GradTree, diagonal: bool, hardware: Hardware) -> Iterator[Rows]:
     """Scores of the blocks of every step, last step first."""
-    w = materialize(queries.grads, hardware=hardware)
-    for step in backwards(trajectory, unit, projection):
+    w = materialize(queries, hardware=hardware)
+    for step in steps:
         for block in step.blocks:
             if differing := sorted(set(block.grads) ^ set(w)):
+                what = f"only the train or only the query gradients hold the leaves {differing[:5]}"
                 raise ValueError(
-                    f"dvemb: step {block.examples.step}: only the train or only the query gradients hold the leaves "
-                    f"{differing[:5]}. Capture both with one selection."
+                    f"dvemb: step {block.examples.step}: {what}. Capture both with one selection."
                 )
         by_leaf = [
             {n: step.rates[n] * gram_leaf(x, w[n], name=n, hardware=hardware) for n, x in block.grads.items()}
@@ -106,7 +99,7 @@ def _sweep(
         totals = [torch.stack(list(shares.values())).sum(0) for shares in by_leaf]
         yield [(block.examples, total) for block, total in zip(step.blocks, totals, strict=True)]
         for block, shares, total in zip(step.blocks, by_leaf, totals, strict=True):
-            coupled = shares if is_diagonal(coupling) else dict.fromkeys(shares, total)
+            coupled = shares if diagonal else dict.fromkeys(shares, total)
             w = GradTree({n: _minus(x, block, n, step.phi * coupled[n]) for n, x in w.items()})
 
 

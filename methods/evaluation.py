@@ -5,21 +5,21 @@ positive = the examples helped.  Correlations are taken query by query and then 
 whose losses have their own scales.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Generator, Tensor
 
 from attrax.core import Scores
-from attrax.methods.metrics import average_ranks, spearman
+from attrax.methods.metrics import spearman
 
 
 def agreement(scores: Scores, effects: Scores) -> Float[Tensor, " Q"]:
     """Spearman correlation of scores and effects over the removals, for every query.
 
     Args:
-        scores: Predicted effects, rows by the removals' names: examples, or sets (see `group_scores`).
+        scores: Predicted effects, rows by the removals' names: examples, or sets (see `attrax.methods.groups`).
         effects: Effects by retraining; queries may be in another order, scores of other examples are left out.
 
     Returns:
@@ -36,70 +36,6 @@ def agreement(scores: Scores, effects: Scores) -> Float[Tensor, " Q"]:
     pairs = _aligned(scores, effects)
     columns = [spearman(x, y) for x, y in zip(*(side.T for side in pairs), strict=True)]
     return torch.tensor(columns, dtype=torch.float64)
-
-
-def group_scores(scores: Scores, groups: Mapping[str, Sequence[str]]) -> Scores:
-    """Scores of sets of examples: the sums of their members', over all steps.
-
-    Args:
-        scores: Scores of examples.
-        groups: Example ids by the name of the set.
-
-    Raises:
-        KeyError: If an example has no score.
-
-    >>> scores = Scores(torch.tensor([[1.0], [2.0], [4.0]]), ("a", "b", "c"), ("q",))
-    >>> group_scores(scores, {"left": ["a", "b"]}).values
-    tensor([[3.]])
-    """
-    folded, _ = scores.per_example()
-    rows = {name: folded.in_order(ids).values.sum(0) for name, ids in groups.items()}
-    return Scores(torch.stack(list(rows.values())), tuple(rows), scores.query_ids, about=scores.about)
-
-
-def lds(scores: Scores, subsets: Mapping[str, Sequence[str]], losses: Scores) -> Float[Tensor, " Q"]:
-    """Linear datamodeling score (Park et al. 2023, arXiv:2303.14186): sums of scores against models of random subsets.
-
-    Args:
-        scores: Scores of examples.
-        subsets: The examples that each model was trained **on**, by name.
-        losses: Losses of the queries under each of these models (means over seeds).
-
-    Returns:
-        Spearman correlation [Q] of the sums with minus the losses.
-
-    Raises:
-        KeyError: If an example, a model or a query is missing.
-
-    >>> scores = Scores(torch.tensor([[1.0], [2.0], [4.0]]), ("a", "b", "c"), ("q",))
-    >>> losses = Scores(torch.tensor([[0.9], [0.5]]), ("m", "n"), ("q",))
-    >>> lds(scores, {"m": ["a", "b"], "n": ["b", "c"]}, losses).round(decimals=6)
-    tensor([1.], dtype=torch.float64)
-    """
-    better = Scores(-losses.values, losses.ids, losses.query_ids)
-    return agreement(group_scores(scores, subsets), better)
-
-
-def random_subsets(
-    ids: Sequence[str], fraction: float, count: int, *, seed: int = 0
-) -> dict[str, tuple[str, ...]]:
-    """Random subsets of examples, in the order of the data, for `lds` or for the removal of groups.
-
-    Raises:
-        ValueError: If the fraction leaves nothing or is more than everything.
-
-    >>> {name: len(subset) for name, subset in random_subsets(["a", "b", "c", "d"], 0.5, 2).items()}
-    {'subset-0': 2, 'subset-1': 2}
-    """
-    size = round(fraction * len(ids))
-    if not 0 < size <= len(ids):
-        raise ValueError(
-            f"random_subsets: a fraction of {fraction} of {len(ids)} examples is {size} of them."
-        )
-    gen = Generator().manual_seed(seed)
-    names = tuple(ids)
-    draws = [torch.randperm(len(ids), generator=gen)[:size].sort().values.tolist() for _ in range(count)]
-    return {f"subset-{k}": tuple(names[i] for i in draw) for k, draw in enumerate(draws)}
 
 
 def bootstrap(
@@ -136,21 +72,6 @@ def bootstrap(
     sample = sample[sample.isfinite()]
     low, high = torch.quantile(sample, torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64))
     return float(low), float(high)
-
-
-def auroc(values: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float:
-    """Chance that a positive example has the higher value, ties counting half: mislabeled examples by self-influence.
-
-    Raises:
-        ValueError: If one of the classes is empty.
-
-    >>> auroc(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([True, False, True, False]))
-    0.875
-    """
-    many, rest = int(positive.sum()), int((~positive).sum())
-    if not many or not rest:
-        raise ValueError(f"auroc: got {many} positive and {rest} negative examples; expected some of both.")
-    return float((average_ranks(values)[positive].sum() - many * (many + 1) / 2) / (many * rest))
 
 
 def linearity(scores: Scores, effects: Mapping[float, Scores]) -> dict[float, float]:

@@ -6,13 +6,13 @@ g_z is the gradient of the example's mean loss over tokens, Gamma the update dir
 (`attrax.core.directed`), cosines run over all layers, and w_k is the learning rate.  Gamma is taken of whole gradients;
 a projection comes after it.  Along a run k are the steps in which z was used; else saved checkpoints, for all z.
 
-Variants: "torch" takes the optimizer's own rule; "official" that of the released code, m' / sqrt(v' + eps) without bias
-correction, and weights that add up to one.
+Variants: "torch" takes the optimizer's own rule; "official" m' / sqrt(v' + eps) without bias correction, and weights
+that add up to one.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ from attrax.core.trajectory import Step, Trajectory
 from attrax.methods.along import over_checkpoints, products, queries_along, same_parameters, seen, stacked
 from attrax.methods.pairwise import cosines
 
-Variant: TypeAlias = Literal["torch", "official"]
-
 
 @dataclass(frozen=True)
 class Less:
@@ -54,7 +52,7 @@ class Less:
         hardware: Roofline figures and memory budget.
     """
 
-    variant: Variant = "torch"
+    variant: Literal["torch", "official"] = "torch"
     target: Target = "mean"
     centered: bool = False
     projection: LinearMap | None = None
@@ -124,11 +122,8 @@ def _cosines(
         dots = products(leaf, queries, name, "less", how.hardware)
         return torch.cat([dots, sq_norms_leaf(leaf, name=name, hardware=how.hardware).unsqueeze(1)], 1)
 
-    official = how.variant == "official"
-    rules = {
-        name: replace(o, kind="less") if official and o.kind in ("adam", "adamw") else o
-        for name, o in record.optimizers.items()
-    }
+    renamed = ("adam", "adamw") if how.variant == "official" else ()
+    rules = {n: replace(o, kind="less") if o.kind in renamed else o for n, o in record.optimizers.items()}
     moves = transformed(targeted(train, how.target), directed(rules, record.states, centered=how.centered))
     lengths = norms(queries.grads, hardware=how.hardware)
     rows: list[tuple[Examples, Tensor]] = []
@@ -139,17 +134,15 @@ def _cosines(
     return rows
 
 
-def _rates(records: Sequence[Step], given: Sequence[float] | None, variant: Variant) -> list[float]:
+def _rates(records: Sequence[Step], given: Sequence[float] | None, variant: str) -> list[float]:
     if variant not in ("torch", "official"):
         raise ValueError(f"less: variant: got {variant!r}; expected 'torch' or 'official'.")
     found: list[float] = list(given or ())
     for record in records if given is None else ():
         rates = {o.lr for o in record.optimizers.values()}
         if len(rates) != 1:
-            raise ValueError(
-                f"less: step {record.step} has learning rates {sorted(rates)}; expected one. Use less_checkpoints with "
-                "learning_rates=."
-            )
+            what = f"less: step {record.step} has learning rates {sorted(rates)}; expected one."
+            raise ValueError(f"{what} Use less_checkpoints with learning_rates=.")
         found += rates
     return found if variant == "torch" else [rate / sum(found) for rate in found]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attrax.core import Scores
@@ -36,6 +36,21 @@ def spearman(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
     a, b = average_ranks(x), average_ranks(y)
     a, b = a - a.mean(), b - b.mean()
     return float((a @ b) / (a.norm() * b.norm()))
+
+
+def auroc(values: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float:
+    """Chance that a positive example has the higher value, ties counting half: mislabeled examples by self-influence.
+
+    Raises:
+        ValueError: If one of the classes is empty.
+
+    >>> auroc(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([True, False, True, False]))
+    0.875
+    """
+    many, rest = int(positive.sum()), int((~positive).sum())
+    if not many or not rest:
+        raise ValueError(f"auroc: got {many} positive and {rest} negative examples; expected some of both.")
+    return float((average_ranks(values)[positive].sum() - many * (many + 1) / 2) / (many * rest))
 
 
 def descending_rank(scores: Scores, query: str, example: str) -> float:

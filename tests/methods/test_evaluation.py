@@ -11,17 +11,10 @@ from scipy import stats
 from attrax.core import Scores
 from attrax.frontends.replay import replay
 from attrax.frontends.retraining import query_losses, removal_effects, train, without
-from attrax.methods.evaluation import (
-    above_floor,
-    agreement,
-    auroc,
-    bootstrap,
-    group_scores,
-    lds,
-    linearity,
-    random_subsets,
-)
+from attrax.methods.evaluation import above_floor, agreement, bootstrap, linearity
+from attrax.methods.groups import group_scores, lds, random_subsets
 from attrax.methods.magic import magic
+from attrax.methods.metrics import auroc
 
 from ..core.dense import assert_same
 from ..core.toys import generator, named, normal, refused
@@ -85,6 +78,26 @@ def test_bootstrap_intervals_cover():
     assert inside >= 9
     with refused("bootstrap", "2 removals"):
         bootstrap(table(2, 1), table(2, 1, 1))
+
+
+def test_the_linear_datamodeling_score_is_that_of_dattri():
+    dattri = pytest.importorskip("dattri.metric", reason="extra 'dattri'")
+    scores, better = table(12, 3), table(9, 3, 1)
+    subsets = random_subsets(scores.ids, 0.5, 9, seed=2)
+    better = replace(better, ids=tuple(subsets), values=better.values.round())
+    index = torch.tensor([[scores.ids.index(i) for i in subset] for subset in subsets.values()])
+    expected, _ = dattri.lds(scores.values.float(), (better.values.float(), index))
+    assert_same(lds(scores, subsets, replace(better, values=-better.values)), expected.double(), 1e-6)
+
+
+def test_auroc_is_that_of_dattri_where_no_values_are_tied():
+    """With ties dattri 0.3 depends on the order of the tied examples: it is not used."""
+    dattri = pytest.importorskip("dattri.metric", reason="extra 'dattri'")
+    values, positive = table(12, 1).values[:, 0], torch.arange(12) < 4
+    found, _ = dattri.mislabel_detection_auc(values.float(), positive.long())
+    assert auroc(values, positive) == pytest.approx(float(found), abs=1e-6)
+    same, _ = dattri.mislabel_detection_auc(torch.ones(12), positive.long())
+    assert auroc(torch.ones(12), positive) == 0.5 != float(same)
 
 
 def test_auroc_with_ties():
