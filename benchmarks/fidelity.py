@@ -8,8 +8,11 @@ sequences, AdamW, warm-up of 10 %, linear decay, clipping at 1; one capture reco
 same run is repeated with single sequences at weight zero (trajectory-specific leave-one-out: fixed denominator, same
 batches, same order), and every method's scores of these sequences are compared with what the removal did to the loss
 of each query: Spearman's correlation per query, then the mean over queries.  Intervals are bootstrapped over removals
-and queries together.  MAGIC differentiates training once for every query; it scores the first 16, and the fidelity of
-all methods on these is given beside that on all 64.
+and queries together.  MAGIC differentiates training once for every query, so that it takes by far the longest.
+
+The learning rate is that of the paper's runs of GPT-2 (1e-5 at a width of 768), in proportion to one over the width.
+Effects are trusted if they are far above what rounding does (the same run with the rows of every batch permuted), and
+first-order methods can predict them if they are in proportion to the weight that is taken away: `precision`.
 
 Everything is written as it is finished into the folder, and a second start goes on where the first stopped.  Any causal
 language model in a folder can take the place of the small one, on any device (--device cuda).
@@ -42,7 +45,7 @@ from attrax.methods import bootstrap
 
 BATCH, RATE, DECAY, CLIP, WARMUP = 32, 4e-5, 0.01, 1.0, 0.1
 MASKS, COUNTS = 10, (512, 8192)
-REMOVALS, FEW, SEED, THREADS = 50, 16, 0, 1
+REMOVALS, PART, SEED, THREADS = 50, 16, 0, 1
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -210,7 +213,9 @@ def scorers(folder: Path, device: str) -> dict[str, Callable[[], attrax.Scores]]
     asking, ids = tuple(texts["query"]), tuple(texts["train"])
     after = partial(attrax.live, model, data, loss, verify=False)
     asked = partial(attrax.live, model, queries, loss, verify=False)
-    few = batch_of(rows_of(folder, "query")[:FEW], device)
+
+    rows = rows_of(folder, "query")
+    parts = [batch_of(rows[k : k + PART], device) for k in range(0, len(rows), PART)]
 
     def influence(unit: str, masks: Sequence[attrax.Mask] = ()) -> attrax.Scores:
         return attrax.trajectory_influence(run, asked(), unit=unit, masks=masks)
@@ -228,14 +233,25 @@ def scorers(folder: Path, device: str) -> dict[str, Callable[[], attrax.Scores]]
         "GradCos": lambda: attrax.gradcos(after(), asked()),
         "EK-FAC": lambda: attrax.ekfac(after(), asked()),
         "EK-FAC, projected to 64": lambda: attrax.ekfac(after(), asked(), projection=attrax.Projection(64)),
+        "K-FAC": lambda: attrax.kfac(after(), asked()),
+        "LoGRA": lambda: attrax.logra(after(), asked(), dim=64),
+        "TracIn": lambda: attrax.tracin(run, run.queries(queries)),
         "LESS": lambda: attrax.less(run, run.queries(queries)),
         "DVEmb, examples": lambda: attrax.dvemb(run, asked(), unit="examples"),
         "DVEmb, tokens": lambda: attrax.dvemb(run, asked(), unit="tokens"),
         "AdamW-influence, examples": lambda: influence("examples"),
         "AdamW-influence, tokens": lambda: influence("tokens"),
         **{f"AdamW-influence, {MASKS} masks of {k}": partial(masked, k) for k in COUNTS},
-        "MAGIC": lambda: attrax.magic(run, attrax.live(model, [few], loss, verify=False)),
+        "MAGIC": lambda: beside(
+            [attrax.magic(run, attrax.live(model, [part], loss, verify=False)) for part in parts]
+        ),
     }
+
+
+def beside(parts: Sequence[attrax.Scores]) -> attrax.Scores:
+    """Scores of the same examples for several sets of queries."""
+    ids = tuple(i for part in parts for i in part.query_ids)
+    return replace(parts[0], values=torch.cat([part.values for part in parts], 1), query_ids=ids)
 
 
 def score(folder: Path, device: str, name: str) -> None:
@@ -299,12 +315,10 @@ def summary(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         taken = json.loads(path.read_text())
         scores = attrax.read_scores(path.with_suffix(".parquet"))
         asked = effects.query(*scores.query_ids)
-        few = effects.query(*effects.query_ids[:FEW])
         low, high = bootstrap(scores, asked, resamples=300)
         rows.append(
             taken
             | {"queries": len(scores.query_ids), "spearman": mean(scores, asked), "interval": [low, high]}
-            | {f"spearman_first_{FEW}": mean(scores, few)}
         )
     return precision, sorted(rows, key=lambda row: -row["spearman"])
 
@@ -338,7 +352,8 @@ def main() -> None:
         low, high = row["interval"]
         print(f"{row['method']:<36}{row['spearman']:6.3f} [{low:.3f}, {high:.3f}]{row['cpu_seconds']:9.1f} s")
     print(precision)
-    write(options.out, removals=REMOVALS, precision=precision, methods=rows)
+    setting = {"rate": RATE, "decay": DECAY, "clip": CLIP, "batch": BATCH, "removals": REMOVALS}
+    write(options.out, setting=setting, precision=precision, methods=rows)
 
 
 if __name__ == "__main__":

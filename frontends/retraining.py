@@ -146,9 +146,16 @@ def clipped(model: nn.Module, max_norm: float | None) -> Clip:
 
 
 def query_losses(model: nn.Module, queries: Sequence[Batch], loss: Loss) -> Tensor:
-    """Losses [Q] of the queries in float64, always in the same batches."""
+    """Losses [Q] of the queries, by a float64 copy of the model: effects are small differences of large sums."""
+    exact = copy.deepcopy(model).double()
     with torch.no_grad():
-        return torch.cat([loss(model, for_loss(with_ids(batch), loss)).double() for batch in queries])
+        return torch.cat(
+            [loss(exact, _doubled(for_loss(with_ids(batch), loss))).double() for batch in queries]
+        )
+
+
+def _doubled(batch: Batch) -> dict[str, object]:
+    return {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
 
 
 def removal_effects(

@@ -186,3 +186,16 @@ def literal(whole, data, denominators):
         torch.nn.utils.clip_grad_norm_(model.parameters(), whole.max_norm)
         optimizer.step()
     return model
+
+
+def test_losses_of_queries_are_computed_in_float64():
+    """A float32 model: differences far below the rounding of its own losses are seen."""
+    model = copy.deepcopy(run(recipe(batches=batches(1))).model)
+    exact = query_losses(model, QUERIES, LOSS)
+    single = [
+        {k: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in QUERIES[0].items()}
+    ]
+    found = query_losses(copy.deepcopy(model).float(), single, LOSS)
+    rounded = copy.deepcopy(model).float().double()
+    assert_same(found, query_losses(rounded, [{**single[0], "x": single[0]["x"].double()}], LOSS), 1e-14)
+    assert found.dtype == torch.float64 and float((found - exact).abs().max()) > 0
