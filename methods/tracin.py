@@ -8,14 +8,14 @@ The first form needs the query gradients at the steps of the train blocks: recor
 (example, step); `Scores.per_example` adds them up.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
 
 from torch import Tensor
 
-from attrax.core import CPU, Examples, Hardware, Leaf, Scores, Source, Target, targeted
+from attrax.core import CPU, Block, Examples, Hardware, Leaf, Scores, Source, Target, targeted
 from attrax.core.source import row_sums
 from attrax.core.trajectory import Trajectory
 from attrax.methods.along import over_checkpoints, products, queries_along, rate_of, same_parameters, stacked
@@ -49,7 +49,7 @@ def tracin(
         ValueError: If a train step has no query gradients, its parameters differ, or no learning rate is known.
     """
     at = queries_along(query, "tracin")
-    sources, rate = _parts(train, learning_rates)
+    sources, rate = _parts(train, learning_rates, at)
     rows: list[tuple[Examples, Tensor]] = []
     wanted: set[str] = set()
     met: set[str] = set()
@@ -74,8 +74,13 @@ def tracin(
     return stacked(rows, ids, {"method": "tracin", "target": target, "unit": "loss"})
 
 
-def _parts(train: Trajectory | Source, given: Mapping[int, float] | None) -> tuple[Iterable[Source], Rate]:
-    """The gradients of a run, and the learning rates of its leaves."""
+def _parts(
+    train: Trajectory | Source, given: Mapping[int, float] | None, at: Callable[[int], Block]
+) -> tuple[Iterable[Source], Rate]:
+    """The gradients of a run, and the learning rates of its leaves.
+
+    The queries of a step come before its gradients: one model may have to compute both.
+    """
 
     def by_block(name: str, leaf: Leaf, examples: Examples) -> float:
         rate = examples.learning_rate if given is None else given.get(examples.step)
@@ -92,7 +97,12 @@ def _parts(train: Trajectory | Source, given: Mapping[int, float] | None) -> tup
     def by_parameter(name: str, leaf: Leaf, examples: Examples) -> float:
         return rate_of(step(examples.step), name, leaf, "tracin")
 
-    return map(train.gradients, train.steps), by_parameter if given is None else by_block
+    def sources() -> Iterator[Source]:
+        for number in train.steps:
+            at(number)
+            yield train.gradients(number)
+
+    return sources(), by_parameter if given is None else by_block
 
 
 def tracin_checkpoints(

@@ -95,6 +95,8 @@ def test_first_order_values_are_tracin():
     assert_same(values, tracin(Blocks(r.trajectory.blocks), queries).values)
     assert_same(values, tracin(r.trajectory, queries).values)
     assert_same(values, tracin(along, queries).values)
+    one_model = replay(r.recipe.model, r.recipe.batches, LOSS, r.trajectory)
+    assert_same(values, tracin(one_model, one_model.queries(QUERIES)).values)
 
 
 def test_refusals():
