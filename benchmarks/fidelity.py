@@ -41,11 +41,11 @@ from workload import write
 import attrax
 from attrax.core import disjoint_masks
 from attrax.frontends import Recipe, baselines, query_losses, train, without
-from attrax.methods import bootstrap
+from attrax.methods import above_floor, bootstrap
 
 BATCH, RATE, DECAY, CLIP, WARMUP = 32, 4e-5, 0.01, 1.0, 0.1
 MASKS, COUNTS = 10, (512, 8192)
-REMOVALS, PART, SEED, THREADS = 50, 16, 0, 1
+REMOVALS, PARTIAL, PART, SEED, THREADS = 50, 5, 16, 0, 1
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def retrain(folder: Path, device: str) -> None:
         "all": lambda name, step: 1.0,
         "all again": lambda name, step: 1.0,
     }
-    for name in gone[:5]:
+    for name in gone[:PARTIAL]:
         for h in (0.5, 0.1):
             runs[f"{name} by {h}"] = lambda i, step, name=name, h=h: 1.0 - h * (i == name)
     runs |= {f"without {name}": without([name]) for name in gone}
@@ -284,20 +284,25 @@ def effects_of(folder: Path) -> tuple[attrax.Scores, dict[str, Any]]:
     losses = {row["run"]: torch.tensor(row["losses"], dtype=torch.float64) for row in map(json.loads, lines)}
     gone = removed_ids(folder)
     asking = tuple(row["id"] for row in rows_of(folder, "query"))
-    effects = {i: losses[f"without {i}"] - losses["all"] for i in gone}
-    whole = attrax.Scores(torch.stack(list(effects.values())), tuple(gone), asking)
-    size = float(whole.values.abs().median())
-    partial_effects = {
-        h: torch.stack([(losses[f"{i} by {h}"] - losses["all"]) / h for i in gone[:5]]) for h in (0.5, 0.1)
-    }
-    first = torch.stack([effects[i] for i in gone[:5]])
+
+    def effects(runs: Sequence[str], h: float = 1.0, ids: Sequence[str] = ()) -> attrax.Scores:
+        values = torch.stack([(losses[run] - losses["all"]) / h for run in runs])
+        return attrax.Scores(values, tuple(ids or runs), asking)
+
+    whole = effects([f"without {i}" for i in gone], ids=gone)
+    first = whole.in_order(gone[:PARTIAL])
     return whole, {
-        "median_effect": size,
-        "repeated_run_differs_by": float((losses["all again"] - losses["all"]).abs().max()),
-        "rounding": float((losses["permuted"] - losses["all"]).abs().mean()),
-        "linear": {
-            str(h): float(torch.corrcoef(torch.stack([x.flatten(), first.flatten()]))[0, 1])
-            for h, x in partial_effects.items()
+        "median_effect": float(whole.values.abs().median()),
+        "median_loss": float(losses["all"].median()),
+        "effect_over_rounding": above_floor(whole, effects(["permuted"])),
+        "repeated_run_differs_by": float(effects(["all again"]).values.abs().max()),
+        "partial_over_whole_removal": {
+            str(h): {
+                "spearman": float(attrax.agreement(part, first).mean()),
+                "distance": float((part.values - first.values).norm() / first.values.norm()),
+            }
+            for h in (0.5, 0.1)
+            for part in [effects([f"{i} by {h}" for i in gone[:PARTIAL]], h, gone[:PARTIAL])]
         },
     }
 

@@ -125,10 +125,21 @@ class Replay:
         return [
             (
                 batch,
-                Examples(tuple(batch["example_ids"]), number, micro, c, loss_terms(batch, self.loss).long()),
+                Examples(
+                    tuple(batch["example_ids"]),
+                    number,
+                    micro,
+                    c,
+                    loss_terms(batch, self.loss).long(),
+                    learning_rate=self._rate(number),
+                ),
             )
             for micro, (batch, c) in enumerate(zip(batches, weights, strict=True))
         ]
+
+    def _rate(self, number: int) -> float | None:
+        rates = {rule.lr for rule in self.step(number).optimizers.values()}
+        return rates.pop() if len(rates) == 1 else None
 
     def _losses(self, parameters: Vectors, batch: Batch, scale: Tensor | None = None) -> Tensor:
         named = dict(self.model.named_parameters())

@@ -87,12 +87,14 @@ def collected(rows: Iterable[Rows], queries: Examples, about: Mapping[str, str])
     """Scores of all steps in the order of training, from rows that come last step first.
 
     Raises:
-        ValueError: If there are none, or the queries were taken before the end of training.
+        ValueError: If there are none, or the queries were taken before the end of training (a step whose learning rate
+            was 0 ends where it began).
     """
     found: list[Rows] = []
     for step in rows:
         for examples, _ in step:
-            if queries.fingerprint and examples.fingerprint == queries.fingerprint:
+            moved = examples.learning_rate != 0
+            if moved and queries.fingerprint and examples.fingerprint == queries.fingerprint:
                 raise ValueError(
                     f"{about['method']}: the query gradients were taken at the parameters before step {examples.step}. "
                     "Take them at the end of training."

@@ -183,6 +183,22 @@ def test_the_fisher_factor_of_a_token_mean_is_the_number_of_tokens():
     assert fisher_factor([Block(GradTree({}), summed)], "tokens") == 1
 
 
+def test_a_last_step_whose_learning_rate_is_zero_ends_where_it_began():
+    """Schedules end at zero; queries after training are then at the parameters before the last step."""
+    decay = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 3)  # noqa: E731
+    r = run(recipe(torch.optim.AdamW, batches=batches(4), lr=0.05, scheduler=decay))
+    assert [x.optimizers["0.weight"].lr == 0 for x in r.trajectory.records] == [False] * 3 + [True]
+    again = replay(r.recipe.model, r.recipe.batches, LOSS, r.trajectory)
+    for form in (r.trajectory, again):
+        assert_same(trajectory_influence(form, live(r.model, r.queries, LOSS)).values, written_out(r))
+    moved = [
+        replace(x, optimizers={n: replace(o, hyper=o.hyper | {"lr": 0.1}) for n, o in x.optimizers.items()})
+        for x in r.trajectory.records
+    ]
+    with refused("the parameters before step 3", "end of training"):
+        trajectory_influence(replace(again, trajectory=Recorded(moved, [])), live(r.model, r.queries, LOSS))
+
+
 def test_refusals():
     r = ADAMW
     bare = nn.Sequential(nn.Linear(3, 2)).double().eval()
