@@ -226,11 +226,12 @@ def refuse_parallel(model: nn.Module, operation: str) -> None:
 
 def _cut_layer(layer: Layer, rule: Rule, spread: Mapping[str, nn.Parameter], operation: str) -> CutLayer:
     axes = {a: p.placements[-1] for a, p in spread.items() if isinstance(p, DTensor)}
-    held = {
-        a: _CUTS.get(rule.name, {}).get(x.dim % spread[a].ndim) for a, x in axes.items() if type(x) is Shard
-    }
-    cuts: dict[str, Cut] = {a: kind for a, kind in held.items() if kind is not None}
-    cuts.update({a: "none" for a, x in axes.items() if isinstance(x, Replicate)})
+    cuts: dict[str, Cut] = {}
+    for attribute, x in axes.items():
+        kind = _CUTS.get(rule.name, {}).get(x.dim % spread[attribute].ndim) if type(x) is Shard else None
+        kind = "none" if isinstance(x, Replicate) else kind
+        if kind is not None:
+            cuts[attribute] = kind
     if cuts.keys() != axes.keys() or "weight" not in cuts:
         raise ValueError(_refusal(operation, layer, f"is cut as {axes}"))
     shape = spread["weight"].shape
