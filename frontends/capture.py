@@ -398,7 +398,8 @@ def capture(
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
             Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
-            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed.
+            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed,
+            and that those that share layers found the same.
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small
@@ -407,8 +408,8 @@ def capture(
             backward, for their norm.
         tensor_parallel: What blocks hold of layers that are cut over processes (`parallelize_module`, Hugging Face's
             ``tp_plan``).  "whole": their gradients as on one process; factors are gathered in backward, and the first
-            of the processes that share layers hands blocks to the sinks.  "shards": each process hands on what it
-            holds, every entry once; `sum_scores` adds up products of these.
+            of the processes that share layers hands blocks to the sinks (callbacks run in all of them).  "shards":
+            each process hands on what it holds, every entry once; `sum_scores` adds up products of these.
 
     Returns:
         The context manager.

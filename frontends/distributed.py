@@ -12,8 +12,9 @@ processes of a job must reach these points, in the same order:
     fits             with ``ranks=processes()``: once after each pass over the data.
     gather_scores    once; sum_scores twice.
 
-Layers that are cut over processes (tensor parallel) add: an exchange over these processes for every call of such a
-layer in backward, where leaves are to be whole; see `attrax.frontends.tensor_parallel`.
+Layers that are cut over processes (tensor parallel) add exchanges over these: for every call of such a layer in
+backward, where leaves are to be whole (`attrax.frontends.tensor_parallel`), and with ``capture(verify=True)`` the norms
+of what they found in the first backward.
 
 Errors that one process finds in what was exchanged are raised by all of them.  If one fails on its own or dies, the
 others get torch's error at their next exchange: at once with gloo, after the process group's timeout with NCCL.

@@ -50,13 +50,13 @@ class CutLayer:
     """A layer whose parameters are spread over the processes.
 
     Attributes:
-        inputs: Width of its whole input; None where that is not cut (the ids of an embedding).
-        outputs: Width of its whole output.
+        inputs: Width of its whole input; None where only a `DTensor` can be cut (a norm, the ids of an embedding).
+        outputs: Width of its whole output, likewise.
         cuts: What this process has of the gradient of each parameter, by attribute.
     """
 
     inputs: int | None
-    outputs: int
+    outputs: int | None
     cuts: Mapping[str, Cut]
 
 
@@ -163,9 +163,12 @@ def tensor_parallel(
     found: dict[str, CutLayer] = {}
     for layer in layers:
         spread = {n: p for n, p in layer.module.named_parameters() if _is_cut(p, mesh)}
-        if layer.rule is None and spread or _style(layer.module) not in (None, *_STYLES):
+        style = _style(layer.module)
+        if style not in (None, *_STYLES):
+            raise ValueError(_refusal(operation, layer, f"is parallelized as {style}"))
+        if layer.rule is None and spread:
             raise ValueError(
-                _refusal(operation, layer, f"is parallelized as {_style(layer.module) or 'a whole'}")
+                _refusal(operation, layer, f"would be run again with '{next(iter(spread))}' cut")
             )
         if layer.rule is not None and spread:
             found[layer.path] = _cut_layer(layer, layer.rule, spread, operation)
@@ -225,19 +228,24 @@ def refuse_parallel(model: nn.Module, operation: str) -> None:
 
 
 def _cut_layer(layer: Layer, rule: Rule, spread: Mapping[str, nn.Parameter], operation: str) -> CutLayer:
-    axes = {a: p.placements[-1] for a, p in spread.items() if isinstance(p, DTensor)}
-    cuts: dict[str, Cut] = {}
-    for attribute, x in axes.items():
-        kind = _CUTS.get(rule.name, {}).get(x.dim % spread[attribute].ndim) if type(x) is Shard else None
-        kind = "none" if isinstance(x, Replicate) else kind
-        if kind is not None:
-            cuts[attribute] = kind
-    if cuts.keys() != axes.keys() or "weight" not in cuts:
-        raise ValueError(_refusal(operation, layer, f"is cut as {axes}"))
+    placed = {a: p.placements[-1] for a, p in spread.items() if isinstance(p, DTensor)}
+    found = {a: _cut(rule, placement, spread[a].shape) for a, placement in placed.items()}
+    cuts = {a: kind for a, kind in found.items() if kind is not None}
+    if len(cuts) < len(found) or "weight" not in cuts:
+        raise ValueError(_refusal(operation, layer, f"is cut as {placed}"))
+    if rule.name not in _CUTS:
+        return CutLayer(None, None, cuts)
     shape = spread["weight"].shape
-    if rule.name == "Embedding":
-        return CutLayer(None, shape[1], cuts)
-    return CutLayer(shape[-1], shape[0], cuts)
+    return CutLayer(shape[1], shape[0], cuts) if rule.name == "Linear" else CutLayer(None, shape[1], cuts)
+
+
+def _cut(rule: Rule, placement: Placement, shape: torch.Size) -> Cut | None:
+    """What a process has of the gradient of a parameter that is placed so; None if it cannot be told."""
+    if isinstance(placement, Replicate):
+        return "none"
+    if type(placement) is not Shard or shape[placement.dim] == 1:  # one output: a shard looks like the whole
+        return None
+    return _CUTS.get(rule.name, {}).get(placement.dim % len(shape))
 
 
 def _refusal(operation: str, layer: Layer, how: str) -> str:

@@ -328,6 +328,10 @@ def refusals(mesh: DeviceMesh, path: Path) -> dict[str, str]:
     own = attrax.graddot(train_side, query)
     per_rank = replace(own, ids=tuple(f"{dist.get_rank()} {i}" for i in own.ids))
     batch, sink = [rows(range(2))], attrax.store(path, run="unused")
+    mine, half = Share(dist.get_rank(), 2), {n: how for n, how in SEQUENCE.items() if n != "parts.*.norm"}
+    packed = apply_tensor_parallelism(
+        network(), mesh, {"head": "packed_colwise", "head.weight": "packed_colwise"}
+    )
     options = {"loss": "example_mean", "tensor_parallel": "shards"}
     return {
         "unknown": refusal(lambda: attrax.live(model, batch, loss, tensor_parallel="both")),
@@ -339,6 +343,9 @@ def refusals(mesh: DeviceMesh, path: Path) -> dict[str, str]:
         "functional": refusal(lambda: attrax.functional(model, batch, loss)),
         "forward": refusal(lambda: attrax.forward_scores(model, batch, query, loss)),
         "other examples": refusal(lambda: attrax.sum_scores(per_rank)),
+        "other batches": refusal(lambda: train(planned(PAIR)(network(), mesh), mine, sinks=[print])),
+        "half a sequence": refusal(lambda: train(planned(half)(network(), mesh), sinks=[print])),
+        "half packed": refusal(lambda: attrax.capture(packed)),
     }
 
 

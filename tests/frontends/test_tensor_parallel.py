@@ -152,7 +152,7 @@ def test_steps_and_directions_are_those_of_one_process(folder):
 
 SAID = {
     "unknown": "tensor_parallel: got 'both'",
-    "whole layer": "layer 'parts.0' (Part) is parallelized as a whole",
+    "whole layer": "layer 'parts.0' (Part) would be run again with 'gate.weight' cut",
     "uncut": "no layer of the model is cut",
     "none cut": "no selected layer is cut",
     "directions": "directions are those of whole gradients",
@@ -160,6 +160,9 @@ SAID = {
     "functional": "functional: layers of the model are cut over processes",
     "forward": "forward_scores: layers of the model are cut over processes",
     "other examples": "put together by gather_scores",
+    "other batches": "Give these processes the same batches",
+    "half a sequence": "parameter 'parts.1.norm.weight': processes that share",
+    "half packed": "layer 'head' (Linear) is parallelized as PackedColwiseParallel",
 }
 
 
