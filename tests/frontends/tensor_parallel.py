@@ -74,7 +74,7 @@ def llama() -> nn.Module:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=8,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
         intermediate_size=12,
@@ -127,10 +127,9 @@ def hugging_face(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The model's own plan, applied as ``from_pretrained(tp_plan="auto")`` does it."""
     plan: dict[str, str] = {}
     for pattern, style in (model.tp_plan | {"model.embed_tokens": "embedding_rowwise"}).items():
-        for layer in range(2) if "*" in pattern else (0,):
-            path = pattern.replace("*", str(layer))
-            own = [n for n, _ in model.get_submodule(path).named_parameters()]
-            plan |= {path: style} | {f"{path}.{n}": style for n in own}
+        path = pattern.replace("*", "0")
+        own = [n for n, _ in model.get_submodule(path).named_parameters()]
+        plan |= {path: style} | {f"{path}.{n}": style for n in own}
     return apply_tensor_parallelism(model, mesh, plan)
 
 
@@ -234,16 +233,17 @@ def scores(model: nn.Module, share: Share = ALL) -> dict[str, Any]:
 
 
 def shards(model: nn.Module) -> dict[str, Any]:
-    """What adds up of each process's shards, from live sources and from blocks of a training run."""
+    """What adds up of each process's shards."""
     train_side, query = sources(model, tensor_parallel="shards")
-    own, norms = attrax.graddot(train_side, query), squares(train_side)
+    own = attrax.graddot(train_side, query)
+    return {"graddot": attrax.sum_scores(own), "squares": Processes().total(squares(train_side))}
+
+
+def captured_shards(model: nn.Module) -> dict[str, Tensor]:
+    """Squared norms of the gradients of a training run, added up over the shards in its blocks."""
     blocks: list[Block] = []
     train(model, sinks=[blocks.append], tensor_parallel="shards")
-    return {
-        "graddot": attrax.sum_scores(own),
-        "squares": Processes().total(norms),
-        "captured": Processes().total(squares(Blocks(blocks))),
-    }
+    return Processes().total(squares(Blocks(blocks)))
 
 
 def probed(model: nn.Module) -> list[Block]:
@@ -314,7 +314,9 @@ def work(rank: int, folder: str) -> None:
         here = lambda model, cut=cut: cut(model, mesh)  # noqa: E731
         found = common(make, here, path / kind) | {"shards": shards(here(make()))}
         torch.save(found, path / f"{kind}{rank}.pt")
-    torch.save(further(lambda model: planned(DEFAULT)(model, mesh)), path / f"further{rank}.pt")
+    cut_default = lambda model: planned(DEFAULT)(model, mesh)  # noqa: E731
+    found = further(cut_default) | {"shards": captured_shards(cut_default(network()))}
+    torch.save(found, path / f"further{rank}.pt")
     torch.save(refusals(mesh, path / "unused"), path / f"refusals{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
