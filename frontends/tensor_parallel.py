@@ -229,9 +229,12 @@ def refuse_parallel(model: nn.Module, operation: str) -> None:
 
 def _cut_layer(layer: Layer, rule: Rule, spread: Mapping[str, nn.Parameter], operation: str) -> CutLayer:
     placed = {a: p.placements[-1] for a, p in spread.items() if isinstance(p, DTensor)}
-    found = {a: _cut(rule, placement, spread[a].shape) for a, placement in placed.items()}
-    cuts = {a: kind for a, kind in found.items() if kind is not None}
-    if len(cuts) < len(found) or "weight" not in cuts:
+    cuts: dict[str, Cut] = {}
+    for attribute, placement in placed.items():
+        kind = _cut(rule, placement, spread[attribute].shape)
+        if kind is not None:
+            cuts[attribute] = kind
+    if len(cuts) < len(placed) or "weight" not in cuts:
         raise ValueError(_refusal(operation, layer, f"is cut as {placed}"))
     if rule.name not in _CUTS:
         return CutLayer(None, None, cuts)
