@@ -70,6 +70,7 @@ from attrax.frontends import select as select
 from attrax.frontends import selections as selections
 from attrax.frontends import stacked as stacked
 from attrax.frontends import store as store
+from attrax.frontends import sum_scores as sum_scores
 from attrax.frontends import to_pandas as to_pandas
 from attrax.frontends import trainer_callback as trainer_callback
 from attrax.frontends import trainer_options as trainer_options

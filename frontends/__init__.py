@@ -9,6 +9,7 @@ from attrax.frontends.data import read_examples as read_examples
 from attrax.frontends.directions import Directions as Directions
 from attrax.frontends.distributed import gather_scores as gather_scores
 from attrax.frontends.distributed import processes as processes
+from attrax.frontends.distributed import sum_scores as sum_scores
 from attrax.frontends.events import BackwardEvent as BackwardEvent
 from attrax.frontends.events import StepEvent as StepEvent
 from attrax.frontends.forward import forward_scores as forward_scores

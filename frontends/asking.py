@@ -20,6 +20,7 @@ from attrax.frontends.layout import SHARED, Layout, compared, doubtless, shared,
 from attrax.frontends.parameters import own_buffers
 from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.recompute import slow_attention
+from attrax.frontends.sharding import whole
 
 
 class Asking:
@@ -88,7 +89,7 @@ class Asking:
         try:
             with self._aside(), evaluated(self._model):
                 output = again(reorder)
-            made = [x for x in flatten((output,)).values() if isinstance(x, Tensor)]
+            made = [whole(x) for x in flatten((output,)).values() if isinstance(x, Tensor)]
             return [*self._noted, *((f"output {i}", x) for i, x in enumerate(made))]
         finally:
             self._noted = None
@@ -129,7 +130,7 @@ def _placeable(
     """The tensors of a call by which the model tells where its examples lie."""
     if layer.rule is not None:
         first = rule_inputs(layer.rule, layer.module, args, kwargs)[0]
-        return [] if first is None else [(layer.path, first.detach())]
+        return [] if first is None else [(layer.path, whole(first.detach()))]
     tensors = recompute_tensors(args, kwargs, output)
     return [(numbered(layer, i), x.detach()) for i, x in enumerate(tensors)]
 

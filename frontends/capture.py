@@ -37,9 +37,11 @@ from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
+from attrax.frontends.sink import Sink as Files
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.sums import GradientSums, several_processes
 from attrax.frontends.tape import Tape
+from attrax.frontends.tensor_parallel import Holds
 from attrax.frontends.trajectory import Recorder
 
 Sink = Callable[[Block], object]
@@ -54,6 +56,8 @@ class Capture:
         directions: What blocks hold in place of gradients; may be changed between forward passes.
         skipped: (example id, reason) of examples left out.
         unreached: Paths of layers whose call received no gradient in some backward.
+        holds: What blocks hold of layers that are cut over processes.
+        hands_out: Whether this process hands blocks to sinks: of those that hold the same whole ones, the first does.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Capture:
         strict: bool,
         directions: Directions | None,
         trajectory: Recorder | None,
+        holds: Holds,
     ) -> None:
         self.model, self.transform, self.selection = model, transform, reselect()
         self.directions = directions
@@ -91,7 +96,7 @@ class Capture:
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun, self._first, self._early = False, True, 0
-        self._sums = GradientSums(model, self._wanted) if verify else None
+        self._sums = GradientSums(model, self._wanted) if verify and holds == "whole" else None
         self._stack = contextlib.ExitStack()
         self._tape = Tape(
             model,
@@ -104,7 +109,10 @@ class Capture:
             unplaced=None if strict else self._leave_out,
             check=verify and not several_processes(),
             together=is_sharded(model),
+            holds=holds,
         )
+        self.holds: Holds = holds
+        self.hands_out = self._tape.parallel is None or self._tape.parallel.hands_out
 
     @property
     def coverage(self) -> Coverage:
@@ -287,7 +295,7 @@ class Capture:
             _with_rate(b, rate) for b in self._pending
         ]
         self._pending, self._discarded = [], []
-        for block in blocks:
+        for block in blocks if self.hands_out else ():
             for sink in self.sinks:
                 sink(block)
 
@@ -360,6 +368,7 @@ def capture(
     verify: bool = True,
     directions: Directions | None = None,
     trajectory: Recorder | None = None,
+    tensor_parallel: Holds = "whole",
 ) -> Capture:
     """Capture per-example gradients of every backward through `model` inside the context.
 
@@ -389,13 +398,18 @@ def capture(
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
             Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
-            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed.
+            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed,
+            and that those that share layers found the same.
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small
             (`attrax.projected`) that is the size of the model for every example of the step.
         trajectory: What to record of every optimizer step; see `record`.  Gradients are read once more after each
             backward, for their norm.
+        tensor_parallel: What blocks hold of layers that are cut over processes (`parallelize_module`, Hugging Face's
+            ``tp_plan``).  "whole": their gradients as on one process; factors are gathered in backward, and the first
+            of the processes that share layers hands blocks to the sinks (callbacks run in all of them).  "shards":
+            each process hands on what it holds, every entry once; `sum_scores` adds up products of these.
 
     Returns:
         The context manager.
@@ -417,6 +431,11 @@ def capture(
     check_compiled(model)
     check_sharding(model)
     check_coupled(model)
+    if tensor_parallel == "shards" and (directions is not None or any(isinstance(x, Files) for x in sinks)):
+        raise ValueError(
+            "capture: tensor_parallel='shards': directions are those of whole gradients, and a store takes what two "
+            "processes write of one example for repetitions. Use tensor_parallel='whole'."
+        )
 
     def reselect() -> Selection:
         return select(
@@ -439,4 +458,5 @@ def capture(
         strict=strict,
         directions=directions,
         trajectory=trajectory,
+        holds=tensor_parallel,
     )

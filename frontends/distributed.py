@@ -10,7 +10,11 @@ processes of a job must reach these points, in the same order:
                      but all processes enter, pause and leave a capture around the same calls.
     live             of such a model: does any process have a batch left (`in_step`), at every batch.
     fits             with ``ranks=processes()``: once after each pass over the data.
-    gather_scores    once.
+    gather_scores    once; sum_scores twice.
+
+Layers that are cut over processes (tensor parallel) add exchanges over these: for every call of such a layer in
+backward, where leaves are to be whole (`attrax.frontends.tensor_parallel`), and with ``capture(verify=True)`` the norms
+of what they found in the first backward.
 
 Errors that one process finds in what was exchanged are raised by all of them.  If one fails on its own or dies, the
 others get torch's error at their next exchange: at once with gloo, after the process group's timeout with NCCL.
@@ -58,6 +62,32 @@ def gather_scores(scores: Scores, group: dist.ProcessGroup | None = None) -> Sco
         ValueError: If queries differ.
     """
     return interleaved(processes(group).listed(scores))
+
+
+def sum_scores(scores: Scores, group: dist.ProcessGroup | None = None) -> Scores:
+    """The scores of processes that hold shards of the same examples' gradients, added up; the same on all of them.
+
+    Inner products of shards are summands of those of whole gradients; cosines, and products under a curvature that was
+    fitted to shards, are not.
+
+    Args:
+        scores: Scores from gradients taken with ``tensor_parallel="shards"``, of the same examples in all processes.
+        group: Those that share the model's layers, if not all processes do.
+
+    Returns:
+        The scores, on the host.
+
+    Raises:
+        ValueError: If processes hold scores of different examples or queries.
+    """
+    ranks = processes(group)
+    held = ranks.listed((scores.ids, scores.query_ids, scores.steps, scores.micros, dict(scores.about)))
+    if any(other[:-1] != held[0][:-1] for other in held):
+        raise ValueError(
+            "sum_scores: processes hold scores of different examples or queries; expected shards of the same ones. "
+            "Scores of different examples are put together by gather_scores."
+        )
+    return replace(scores, values=ranks.total({"": scores.values})[""].detach().cpu(), about=held[0][-1])
 
 
 def deal(costs: Mapping[str, float], ranks: int) -> dict[str, int]:

@@ -25,6 +25,7 @@ from attrax.frontends.modes import check_mode
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, with_ids
+from attrax.frontends.tensor_parallel import refuse_parallel
 
 
 def forward_scores(
@@ -70,6 +71,7 @@ def forward_scores(
         raise ValueError(f"forward_scores: at_once: got {at_once}; expected a positive number of queries.")
     model, loss = getattr(model, "_orig_mod", model), loss or causal_lm()
     check_mode(model)
+    refuse_parallel(model, "forward_scores")
     queries = collect(targeted(query, target), operation="forward_scores")
     directions = _directions(model, queries)
     marks, rows, values = Fingerprints(model), [], []

@@ -20,6 +20,7 @@ from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.rows import for_loss, pick, with_ids
+from attrax.frontends.tensor_parallel import refuse_parallel
 
 T = TypeVar("T")
 
@@ -116,4 +117,5 @@ def functional(
     """
     if how not in ("vmap", "loop"):
         raise ValueError(f"functional: how: got {how!r}; expected 'vmap' or 'loop'.")
+    refuse_parallel(model, "functional")
     return Functional(model, data, loss, how)

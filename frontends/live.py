@@ -33,6 +33,8 @@ from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, pick, with_ids
 from attrax.frontends.sharding import is_flat, is_sharded
 from attrax.frontends.tape import Tape
+from attrax.frontends.tensor_parallel import Holds
+from attrax.frontends.tensor_parallel import tensor_parallel as cut_layers
 
 T = TypeVar("T")
 
@@ -54,6 +56,7 @@ class Live:
     verified: set[str] = field(default_factory=set)
     apart: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    holds: Holds = "whole"
 
     @property
     def coverage(self) -> Coverage:
@@ -164,6 +167,7 @@ class Live:
             unplaced=lost.append,
             layouts=self.layouts,
             together=is_sharded(self.model),
+            holds=self.holds,
         )
 
         def again(reorder: bool) -> Tensor:
@@ -206,6 +210,7 @@ def live(
     on_nonfinite: Literal["raise", "skip"] = "raise",
     progress: str | None = None,
     verify: bool = True,
+    tensor_parallel: Holds = "whole",
 ) -> Live:
     """Per-example gradients of a model at its present parameters.
 
@@ -229,6 +234,9 @@ def live(
             alone and beside another, and the sum of up to sixteen.
             Parameters that a layer rule gets wrong (a weight used outside its layer) or cannot place (no example axis)
             are then differentiated one example at a time, with a warning; an error if `strict`.
+        tensor_parallel: What leaves hold of layers that are cut over processes; see `capture`.  All of the processes
+            that share them run the same batches and get the same whole leaves (pass ``ranks=`` of processes with
+            different examples to methods, or none), or each its shards.
 
     A model whose parameters are spread over processes (FSDP1, FSDP2) runs in all of them together, each on its own
     data; gradients are not compared with autograd there.  FSDP1 allows no freezing: weight gradients are computed and
@@ -255,7 +263,19 @@ def live(
         model, include=include, exclude=exclude, rules=rules, recompute=recompute, strict=strict
     )
     wanted = frozenset(c.parameter for c in selection.coverage.captured)
-    found = Live(model, data, loss or causal_lm(), selection, wanted, on_nonfinite, progress, verify, strict)
+    cut_layers(model, selection.layers, tensor_parallel, "live")
+    found = Live(
+        model,
+        data,
+        loss or causal_lm(),
+        selection,
+        wanted,
+        on_nonfinite,
+        progress,
+        verify,
+        strict,
+        holds=tensor_parallel,
+    )
     whole = [layer for layer in selection.layers if layer.rule is None and not layer.path]
     found.apart.update({n: "a parameter of the model itself" for x in whole for n in x.names.values()})
     return _sharded(found) if is_sharded(model) else found

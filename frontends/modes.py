@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from attrax.frontends.coverage import Coverage
-from attrax.frontends.sharding import canonical, named, tensor_parallel
+from attrax.frontends.sharding import canonical, named
 
 
 def check_mode(model: nn.Module) -> None:
@@ -75,13 +75,6 @@ def check_sharding(model: nn.Module) -> None:
             f"capture: {flat[0]} is wrapped in FullyShardedDataParallel with use_orig_params=False: it has one flat "
             "parameter in the place of its own. Wrap with use_orig_params=True, or shard with "
             "torch.distributed.fsdp.fully_shard (FSDP2)."
-        )
-    cut = tensor_parallel(model)
-    if cut:
-        raise ValueError(
-            f"capture: {len(cut)} parameters, e.g. '{cut[0]}', are tensor parallel: each process sees a shard of their "
-            "gradients, which no block can hold. Attribute on a copy without tensor parallelism (FSDP shards as well), "
-            "or add up products of local factors yourself (attrax.core.counted_once)."
         )
 
 

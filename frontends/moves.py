@@ -31,7 +31,7 @@ class Moves:
     def left_behind(self, step: int, transform: Transform | None) -> None:
         """A backward is over; its gradients lie in `.grad`, or will once processes have averaged them."""
         if self.waiting.needs_factor or (self._recorder is not None and self._recorder.wants(step)):
-            if processes() > 1:
+            if processes(self._model) > 1:
                 torch.autograd.Variable._execution_engine.queue_callback(self._observe)
             else:
                 self._observe()
@@ -85,4 +85,4 @@ class Moves:
                 f"capture: directions of target 'as_trained' need the gradients that the optimizer uses, but {why}. "
                 "Use target='mean' or 'sum'."
             )
-        return clip.coefficient / (self._scale * processes())
+        return clip.coefficient / (self._scale * processes(self._model))

@@ -13,6 +13,7 @@ from attrax.core import Clip
 from attrax.core.algebra import wide
 from attrax.frontends.sharding import Piece, added_up, gradients, named, pieces, whole
 from attrax.frontends.sums import several_processes
+from attrax.frontends.tensor_parallel import parallel_mesh
 
 
 def dense(g: Tensor, cut: Piece | None = None) -> Tensor:
@@ -84,6 +85,8 @@ def clip_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], scale: fl
     return Clip(left / total * scale, total / scale) if bool(even) else None
 
 
-def processes() -> int:
-    """Over how many processes gradients are averaged."""
-    return torch.distributed.get_world_size() if several_processes() else 1
+def processes(model: nn.Module) -> int:
+    """Over how many processes gradients are averaged: not over those that share its layers."""
+    mesh = parallel_mesh(model)
+    world = torch.distributed.get_world_size() if several_processes() else 1
+    return world if mesh is None else world // mesh.size()

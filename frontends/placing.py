@@ -17,6 +17,7 @@ from attrax.frontends.layout import EXAMPLES, FLAT, POSITIONS, SHARED, Layout, i
 from attrax.frontends.passes import Pass, flatten, has_axis
 from attrax.frontends.picked import in_order
 from attrax.frontends.recompute import Moment
+from attrax.frontends.tensor_parallel import TensorParallel
 
 
 class LayoutError(RuntimeError):
@@ -38,6 +39,7 @@ class Placing:
         model: The model.
         known: Layouts found so far, by layer; filled as the model is asked.
         aside: Context in which the model runs without being listened to.
+        parallel: The layers that are cut over processes.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Placing:
         model: nn.Module,
         known: dict[str, Layout],
         aside: Callable[[], contextlib.AbstractContextManager[None]],
+        parallel: TensorParallel | None = None,
     ) -> None:
-        self.asking = Asking(model, known, aside)
+        self.asking, self._parallel = Asking(model, known, aside), parallel
         self._plain: dict[str, set[str]] = {}
         self._doubts, self._unasked = True, False
 
@@ -131,6 +134,8 @@ class Placing:
         layout = self._layout(layer, run, inputs[0], output)
         if layout is None or not packs(rule, layout, inputs[0], run.extent):
             raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run, self._unasked))
+        if self._parallel is not None and layer.path in self._parallel.layers:
+            return self._parallel.form(layer.path, rule, module, inputs, output, layout, run.extent)
         return rule_form(rule, module, inputs, output, layout, run.extent)
 
     def _placed(self, layer: Layer, run: Pass, form: Form | None, output: Any) -> Form:

@@ -48,12 +48,14 @@ def probe(
             frozenset(c.parameter for c in event.capture.coverage.captured),
             verify=not verified,
             verified=verified,
+            holds=event.capture.holds,
         )
         change = event.capture.transform or (lambda _, leaf: leaf)
         with event.capture.paused(), evaluating(event.model):
             for examples, leaves in source.map(lambda name, leaf, _: change(name, leaf)):
                 tree = GradTree({n: leaf for n, leaf in leaves.items() if leaf is not None})
-                sink(Block(tree, replace(examples, step=event.step, learning_rate=event.learning_rate)))
+                if event.capture.hands_out:
+                    sink(Block(tree, replace(examples, step=event.step, learning_rate=event.learning_rate)))
 
     return run
 

@@ -23,6 +23,7 @@ from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.retraining import Reduction, loss_terms, step_weights
 from attrax.frontends.rows import Batch, for_loss, with_ids
+from attrax.frontends.tensor_parallel import refuse_parallel
 
 T = TypeVar("T")
 Vectors = Mapping[str, Tensor]
@@ -280,5 +281,6 @@ def replay(
     Raises:
         ValueError: If the model's examples depend on chance or on each other.
     """
+    refuse_parallel(model, "replay")
     check_mode(model)
     return Replay(model, batches, loss, trajectory, reduction, source)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -77,17 +77,6 @@ def is_flat(model: nn.Module) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether a forward pass of the model waits for other processes: its parameters are spread over them."""
     return is_flat(model) or any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def tensor_parallel(model: nn.Module) -> list[str]:
-    """Parameters whose layers compute with a shard of them (FSDP gathers them first)."""
-    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-    cuts = {
-        name: sum(not isinstance(placed, Replicate) for placed in p.placements) + (id(p) not in managed)
-        for name, p in named(model).items()
-        if isinstance(p, DTensor)
-    }
-    return [name for name, times in cuts.items() if times > 1]
 
 
 def pieces(model: nn.Module) -> dict[int, Piece]:

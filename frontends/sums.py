@@ -3,15 +3,18 @@
 Every parameter is checked in the first backward that gives it a finite gradient of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from attrax.core import GradTree, Leaf, aggregate, stored
 from attrax.core.leaves import covers, dtype_of
+from attrax.frontends.distributed import Processes
 from attrax.frontends.sharding import is_sharded, named
+from attrax.frontends.tensor_parallel import parallel_mesh
 from attrax.frontends.verify import distance, mismatches, raise_on
 
 
@@ -22,6 +25,7 @@ class GradientSums:
         names = set(wanted)
         self._waiting = {n: p for n, p in named(model).items() if n in names}
         self._own = not (several_processes() and is_sharded(model))  # else a gradient may be that of others
+        self._parallel = parallel_mesh(model)  # to be compared once
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
@@ -56,6 +60,9 @@ class GradientSums:
         Raises:
             RuntimeError: Naming the parameters that differ.
         """
+        if self._parallel is not None:
+            _check_alike(self._sums, self._parallel.get_group())
+            self._parallel = None
         names = set(self._waiting).intersection(*fresh)
         grads = {n: self._waiting[n].grad for n in names if self._waiting[n].requires_grad}
         dense = {n: _dense(g) for n, g in grads.items() if g is not None}
@@ -69,6 +76,19 @@ class GradientSums:
         raise_on(missing | mismatches(pairs, dtype, torch.finfo(torch.float32).eps))
         for name in seen if given else ():
             del self._waiting[name]
+
+
+def _check_alike(sums: Mapping[str, Tensor], group: ProcessGroup) -> None:
+    """Compare the sums of processes that share a model's layers, and so have the same examples' whole gradients."""
+    held = Processes(group).listed({n: float(x.double().norm()) for n, x in sums.items()})
+    for name in sums:
+        norms = [own.get(name, 0.0) for own in held]
+        if max(norms) - min(norms) > 1e-3 * max(norms):
+            raise RuntimeError(
+                f"capture: parameter '{name}': processes that share the model's layers found gradients of different "
+                f"norms, {norms}; expected the same everywhere. Give these processes the same batches; put a layer "
+                "that sees a part of each example into torch's SequenceParallel, or exclude it."
+            )
 
 
 def _dense(g: Tensor) -> Tensor:

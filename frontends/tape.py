@@ -30,6 +30,7 @@ from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
 from attrax.frontends.placing import LayoutError, Placing
 from attrax.frontends.recompute import Moment, owner, with_tapped, without_tensors
 from attrax.frontends.taps import Mark, Tap, origins, saved_inputs
+from attrax.frontends.tensor_parallel import Holds, tensor_parallel
 
 
 @dataclass(eq=False)
@@ -48,6 +49,7 @@ class Tape:
         layouts: Where the examples lie in the layers that were asked, by path; filled as models run.
         check: Whether to check once that rows of layers are examples.
         together: Whether forward passes of the model wait for other processes: its parameters are spread over them.
+        holds: What leaves are of layers that are cut over processes.
     """
 
     model: nn.Module
@@ -61,8 +63,10 @@ class Tape:
     layouts: dict[str, Layout] = field(default_factory=dict)
     check: bool = False
     together: bool = False
+    holds: Holds = "whole"
 
     def __post_init__(self) -> None:
+        self.parallel = tensor_parallel(self.model, self.layers, self.holds)
         self.listening = False
         self.seen: set[str] = set()
         self._handles: list[Any] = []
@@ -72,7 +76,7 @@ class Tape:
         self._buffers: dict[str, list[tuple[Slot, Tensor, Tensor]]] = {}
         self._versions: dict[str, list[int]] = {}
         self._dropped: set[str] = set()
-        self._placing = Placing(self.model, self.layouts, self.paused)
+        self._placing = Placing(self.model, self.layouts, self.paused, self.parallel)
         self._head = _output_head(self.model)
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -103,7 +107,8 @@ class Tape:
                 ready = hook(layer.module, partial(self._ready, layer))
                 self._handles.append(layer.module.register_forward_pre_hook(ready, with_kwargs=True))
                 tap = hook(layer.module, partial(self._tap, layer))
-                self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True))
+                cut = self.parallel is not None and layer.path in self.parallel.layers
+                self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True, prepend=cut))
             for module in self.model.modules():
                 leave = hook(module, self._leave)
                 self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -346,6 +351,9 @@ class Tape:
             saved = saved_inputs(ctx, call.path)
             with self.paused():
                 leaves = call.leaves(saved, grads)
+            if self.parallel is not None:
+                leaves = self.parallel.counted(call.path, leaves)
+                names = {a: n for a, n in names.items() if a in leaves}
             call.piece = Piece(call.index, names, leaves, call.input_key, call.head)
             call.arrived = True
             if run.complete and not run.silent:

@@ -113,7 +113,7 @@ class Recorder:
         self._sink, self._when, self._done = sink, when, done
         self._parameters, self._gradients = parameters, gradients
         self._seen: list[_Seen] = []
-        self._used = False
+        self._used, self._processes = False, 1
 
     def begin(self) -> None:
         """A capture, which counts its steps from 0, will drive it.
@@ -136,6 +136,7 @@ class Recorder:
         if not self.wants(number):
             return
         rules, states = read_optimizer(optimizer, model)
+        self._processes = processes(model)
         flat, own = pieces(model), named(model) if self._parameters else {}
         held = {n: whole(p.detach(), flat.get(id(p))) for n, p in own.items() if n in rules}
         copies = {n: {key: _copy(x) for key, x in state.items()} for n, state in states.items()}
@@ -171,7 +172,7 @@ class Recorder:
             {n: g for part in seen for n, g in part.gradients.items()},
             {n: p for part in seen for n, p in part.parameters.items() if n in after},
             clip,
-            1 / (scale * processes()),
+            1 / (scale * self._processes),
             unused,
         )
         if _first():

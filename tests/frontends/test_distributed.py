@@ -169,7 +169,6 @@ def test_all_processes_say_what_is_wrong(folder):
 def test_products_of_tensor_parallel_shards_add_up(folder):
     for path in folder.glob("refusals*.pt"):
         found = torch.load(path)
-        assert "'up.weight', are tensor parallel" in found["parallel"]
         all_close(found["cut"], found["whole"])
 
 
