@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from attrax.core import Block, Examples, GradTree, Leaf, factorized, materialized
+from attrax.core import Block, Examples, GradTree, Leaf, Materialized, factorized, materialized
 from attrax.frontends.store import open_store, store
 
 TRANSFER = 2**22
@@ -104,9 +104,14 @@ def write_store(folder: Path, made: list[Block]) -> None:
 def read_store(folder: Path, prefetch: int) -> int:
     """All leaves of all blocks; returns their bytes."""
     source, total = open_store(folder, prefetch=prefetch), 0
-    for _, leaves in source.map(lambda name, leaf, _: sum(x.nbytes for x in tree_leaves(leaf))):
+    for _, leaves in source.map(lambda name, leaf, _: leaf_bytes(leaf)):
         total += sum(leaves.values())
     return total
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of the arrays of a leaf."""
+    return leaf.w.nbytes if isinstance(leaf, Materialized) else leaf.a.nbytes + leaf.g.nbytes
 
 
 def forget(paths: Iterable[Path]) -> None:
