@@ -63,6 +63,13 @@ ARRAYS: Mapping[str, tuple[str, ...]] = {
     "Sum": (),
 }
 """Names of the arrays of each kind of leaf."""
+_STATIC: Mapping[str, tuple[str, ...]] = {
+    "Factorized": ("bias", "calls"),
+    "Lookup": ("calls", "rows"),
+    "Diagonal": ("calls",),
+    "Grouped": ("calls", "positions"),
+    "Materialized": ("bias",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +176,7 @@ def form_of(leaf: Leaf) -> Form:
         return Form(kind, leaf.parts, basis=leaf.basis, uses=tuple(form_of(use) for use in leaf.uses))
     lead = 1 if isinstance(leaf, Materialized) else 2
     arrays = tuple(_array(name, rows_first(leaf, name), lead) for name in ARRAYS[kind])
-    static = ("bias", "calls", "rows", "positions")
-    extra = {name: getattr(leaf, name) for name in static if hasattr(leaf, name)}
+    extra = {name: getattr(leaf, name) for name in _STATIC[kind]}
     return Form(kind, leaf.parts, arrays, basis=leaf.basis, **extra)
 
 

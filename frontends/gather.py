@@ -6,7 +6,6 @@ stream, and a thread reads ahead.
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -48,8 +47,8 @@ class Reading:
     window_bytes: int = WINDOW_BYTES
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether leaves go to a GPU."""
+    def moves(self) -> bool:
+        """Whether leaves go to a device."""
         return self.device is not None and self.device.type != "cpu"
 
 
@@ -69,7 +68,7 @@ def stream(
         Examples and leaves of each block, the leaves to be used before the next block is asked for.
     """
     windows = _windows(folder, shards, rows, reading)
-    with closing(_moved(windows, reading) if reading.on_gpu else _as_needed(windows)) as sources:
+    with closing(_moved(windows, reading) if reading.moves else _as_needed(windows)) as sources:
         for read, blocks in sources:
             held: dict[Part, Loaded] = {}
             for block in blocks:
@@ -121,28 +120,44 @@ def _numbers(rows: Rows) -> list[int]:
 
 def _windows(folder: Path, shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Generator[_Window]:
     """Windows of consecutive blocks; while one is in use the system is reading the following ones from the disk."""
-    plan = _planned(shards, rows, reading)
+    plan = list(_planned(shards, rows, reading))
     files: dict[int, Shard] = {}
-    soon: deque[_Window] = deque()
+    ready: dict[int, _Window] = {}
     try:
-        for start, stops in plan:
-            here = rows.take(slice(start, stops[-1]))
-            files |= {s: open_shard(folder, shards[s]) for s in _numbers(here) if s not in files}
-            wanted = _wanted(files, here)
-            _announce(files, wanted)
-            pieces = zip([start, *stops[:-1]], stops, strict=True)
-            blocks = [_block(files, rows.take(slice(a, b))) for a, b in pieces]
-            soon.append(_Window({s: files[s] for s in _numbers(here)}, wanted, blocks))
-            if len(soon) > max(1, reading.prefetch):
-                yield soon.popleft()
-                used = {s for window in soon for s in window.files}
-                for s in files.keys() - used:
-                    files.pop(s).close()
-        while soon:
-            yield soon.popleft()
+        for number in range(len(plan)):
+            for n in range(number, min(number + 1 + max(1, reading.prefetch), len(plan))):
+                try:
+                    ready[n] = ready[n] if n in ready else _ready(folder, shards, rows, files, *plan[n])
+                except ValueError:  # raised again when its turn comes
+                    if n == number:
+                        raise
+                    break
+            yield ready.pop(number)
+            used = {s for window in ready.values() for s in window.files}
+            for s in files.keys() - used:
+                files.pop(s).close()
     finally:
         for shard in files.values():
             shard.close()
+
+
+def _ready(
+    folder: Path,
+    shards: Sequence[ShardInfo],
+    rows: Rows,
+    files: dict[int, Shard],
+    start: int,
+    stops: Sequence[int],
+) -> _Window:
+    """A window whose files are open, and which the system reads from the disk."""
+    here = rows.take(slice(start, stops[-1]))
+    for s in _numbers(here):
+        files[s] = files[s] if s in files else open_shard(folder, shards[s])
+    wanted = _wanted(files, here)
+    _announce(files, wanted)
+    pieces = zip([start, *stops[:-1]], stops, strict=True)
+    blocks = [_block(files, rows.take(slice(a, b))) for a, b in pieces]
+    return _Window({s: files[s] for s in _numbers(here)}, wanted, blocks)
 
 
 def _planned(shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Iterator[tuple[int, list[int]]]:
@@ -212,15 +227,17 @@ def _as_needed(windows: Generator[_Window]) -> Generator[tuple[Read, Sequence[_B
 def _moved(windows: Generator[_Window], reading: Reading) -> Generator[tuple[Read, Sequence[_Block]]]:
     """Every window is read whole, into pinned memory, and moved to the GPU."""
 
-    def pinned() -> Generator[tuple[dict[Part, Loaded], Sequence[_Block]]]:
+    def memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        pinned = reading.device is not None and reading.device.type == "cuda"
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def whole() -> Generator[tuple[dict[Part, Loaded], Sequence[_Block]]]:
         with closing(windows):
             for window in windows:
-                read = {
-                    part: _read(window.files, window.wanted, part, uninitialized) for part in window.wanted
-                }
-                yield {part: _mapped(x, lambda x: x.pin_memory()) for part, x in read.items()}, window.blocks
+                parts = {part: _read(window.files, window.wanted, part, memory) for part in window.wanted}
+                yield parts, window.blocks
 
-    with closing(ahead(pinned(), reading.prefetch) if reading.prefetch else pinned()) as read:
+    with closing(ahead(whole(), reading.prefetch) if reading.prefetch else whole()) as read:
         for loaded, blocks in read:
             moved = {
                 part: _mapped(x, lambda x: x.to(reading.device, non_blocking=True))

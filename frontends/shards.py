@@ -445,7 +445,7 @@ def read_column(folder: Path, info: ShardInfo, name: str) -> Column:
         return (
             tuple(map(str, values))
             if found["dtype"] is None
-            else torch.tensor(values, dtype=DTYPES[found["dtype"]])
+            else torch.tensor(values, dtype=DTYPES[found["dtype"]], device="cpu")
         )
 
 

@@ -71,7 +71,7 @@ def store(
     *,
     shard_bytes: int = 64 * 2**20,
     shard_examples: int | None = None,
-    buffer_bytes: int = 64 * 2**20,
+    buffer_bytes: int = 256 * 2**20,
     dtype: torch.dtype | None = None,
     keep_factored: KeepFactored = False,
     columns: Columns | None = None,

@@ -32,18 +32,42 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Lying:
+    """Where an array lies in a slab.
+
+    Attributes:
+        at: Its first byte.
+        row: Bytes of a row.
+        dtype: Its dtype.
+        shape: Its shape.
+        stride: Its strides, in elements.
+    """
+
+    at: int
+    row: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.at + self.shape[0] * self.row
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Place:
     """Where the arrays of a leaf, or of a use of it, lie in a slab.
 
     Attributes:
         form: Its form.
         offsets: Rows of example n are ``offsets[n] : offsets[n + 1]``.
-        at: First byte of each array.
+        arrays: Its arrays.
     """
 
     form: Form
     offsets: Int[np.ndarray, " ends"]
-    at: tuple[int, ...]
+    arrays: tuple[Lying, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,20 +109,19 @@ def places_of(forms: Sequence[Form], offsets: Sequence[Int[np.ndarray, " ends"]]
     found: list[Place] = []
     end = 0
     for form, rows in zip(all_groups(forms), offsets, strict=True):
-        at: list[int] = []
+        arrays: list[Lying] = []
         for array in form.arrays:
             if array.dtype not in DTYPES:
                 raise ValueError(f"its array {array} is of no known dtype")
-            at.append(_aligned(end))
-            end = at[-1] + int(rows[-1]) * rowbytes_of(form, len(at) - 1)
-        found.append(Place(form, rows, tuple(at)))
+            arrays.append(_lying(_aligned(end), DTYPES[array.dtype], (int(rows[-1]), *array.shape)))
+            end = arrays[-1].end
+        found.append(Place(form, rows, tuple(arrays)))
     return found, end
 
 
-def rowbytes_of(form: Form, number: int) -> int:
-    """Bytes of a row of an array."""
-    array = form.arrays[number]
-    return DTYPES[array.dtype].itemsize * math.prod(array.shape)
+def _lying(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Lying:
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return Lying(at, steps[0] * dtype.itemsize, dtype, shape, tuple(steps))
 
 
 class _Stream:
@@ -121,6 +144,11 @@ class _Stream:
                 self.write()
             elif len(self._waiting) == _AT_ONCE:
                 self._waiting = [memoryview(b"".join(self._waiting))]
+
+    def align(self) -> None:
+        """Add zeros up to a place where an array may begin."""
+        if missing := -self.size % ALIGNED:
+            self.put(_ZEROS[:missing])
 
     def write(self) -> None:
         """Write what is waiting as the next piece."""
@@ -175,7 +203,7 @@ def write_slab(
         packed = [list(_groups(pack(leaf, memory, form))) for leaf in same]
         for number, first in enumerate(packed[0]):
             for array in range(len(first.form.arrays)):
-                stream.put(_ZEROS[: _aligned(stream.size) - stream.size])
+                stream.align()
                 for block in packed:
                     stream.put(bytes_of(block[number].arrays[array]))
             offsets.append([block[number].offsets for block in packed])
@@ -250,11 +278,10 @@ def _needed(slab: Slab, rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " piece
     for place in slab.places:
         begins, ends = place.offsets[rows], place.offsets[rows + 1]
         begins, ends = begins[ends > begins], ends[ends > begins]
-        for number, at in enumerate(place.at):
-            width = rowbytes_of(place.form, number)
-            if width:
-                np.add.at(opened, (at + begins * width) // PIECE, 1)
-                np.add.at(opened, (at + ends * width - 1) // PIECE + 1, -1)
+        for array in place.arrays:
+            if array.row:
+                np.add.at(opened, (array.at + begins * array.row) // PIECE, 1)
+                np.add.at(opened, (array.at + ends * array.row - 1) // PIECE + 1, -1)
     return opened.cumsum()[:-1] > 0
 
 
@@ -263,8 +290,7 @@ def _leaf_at(slab: Slab, names: Sequence[tuple[str, Form]], begin: int) -> str:
     places, touched = iter(slab.places), list[str]()
     for name, form in names:
         for place in [next(places) for _ in groups(form)]:
-            ends = [a + int(place.offsets[-1]) * rowbytes_of(place.form, n) for n, a in enumerate(place.at)]
-            if any(a < begin + PIECE and end > begin for a, end in zip(place.at, ends, strict=True)):
+            if any(array.at < begin + PIECE and array.end > begin for array in place.arrays):
                 touched += [name] if name not in touched else []
     return f"leaf {' or '.join(map(repr, touched[:5]))}: " if touched else ""
 
@@ -276,13 +302,10 @@ def _packed(
         uses = tuple(_packed(use, places, views, examples) for use in form.uses)
         return Packed(form, (), np.arange(examples + 1), uses)
     place = next(places)
-    rows = int(place.offsets[-1])
-    arrays: list[Tensor] = []
-    for array, at in zip(form.arrays, place.at, strict=True):
-        view = views[DTYPES[array.dtype]]
-        shape = (rows, *array.shape)
-        arrays.append(view[at // view.itemsize :][: math.prod(shape)].view(shape))
-    return Packed(form, tuple(arrays), place.offsets)
+    arrays = tuple(
+        views[x.dtype].as_strided(x.shape, x.stride, x.at // x.dtype.itemsize) for x in place.arrays
+    )
+    return Packed(form, arrays, place.offsets)
 
 
 def _check_ids(name: str, packed: Packed) -> None:

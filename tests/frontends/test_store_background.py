@@ -33,10 +33,10 @@ def waiting_threads():
 
 
 class Disk:
-    """Stands for `write_shard`: waits for `go` before it writes, or fails."""
+    """Stands for `publish`: waits for `go` before it flushes a shard to the disk, or fails."""
 
     def __init__(self, monkeypatch):
-        self.go, self.full, self.asked, real = threading.Event(), False, 0, sinks.write_shard
+        self.go, self.full, self.asked, real = threading.Event(), False, 0, sinks.publish
 
         def write(*args):
             self.asked += 1
@@ -45,7 +45,7 @@ class Disk:
                 raise OSError(28, "No space left on device")
             real(*args)
 
-        monkeypatch.setattr(sinks, "write_shard", write)
+        monkeypatch.setattr(sinks, "publish", write)
 
 
 @pytest.fixture
