@@ -113,7 +113,7 @@ def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
     lengths, stop, many = np.zeros(len(g), np.int64), g.shape[2], 1
     while stop and not lengths.all():
         start = max(0, stop - many)
-        used = (g[:, :, start:stop] != 0).flatten(3).any(-1).any(1).numpy()
+        used = g[:, :, start:stop].bool().flatten(3).numpy().any((1, 3))
         lengths = np.maximum(lengths, (used * np.arange(start + 1, stop + 1)).max(1))
         stop, many = start, 2 * many
     return lengths

@@ -14,7 +14,9 @@ from attrax.core.schema import ShardInfo
 from attrax.frontends.folder import lock, publish, shard_name, shard_sizes, unlock
 from attrax.frontends.index import shards_of
 from attrax.frontends.merge import ordered
-from attrax.frontends.shards import NewShard, Record, read_info, read_whole
+from attrax.frontends.newshard import NewShard
+from attrax.frontends.recording import Record
+from attrax.frontends.shards import read_info, read_whole
 
 
 def compact_store(path: str | os.PathLike[str], *, shard_bytes: int = 64 * 2**20) -> tuple[int, int]:

@@ -24,8 +24,8 @@ from attrax.frontends.h5types import (
     write_text,
 )
 
-PAGE = 4096
-"""Slabs begin at multiples of this, so that the system moves whole pages."""
+PAGE = 512
+"""Slabs begin at multiples of this."""
 
 
 class _Memory:

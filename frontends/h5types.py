@@ -49,7 +49,7 @@ TYPES: Mapping[torch.dtype, h5t.TypeID] = {
 
 def bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(_numpy(x).reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
+    return memoryview(_numpy(x)).cast("B") if x.numel() else memoryview(b"")  # pyright: ignore[reportArgumentType]
 
 
 def _numpy(x: Tensor) -> np.ndarray:

@@ -23,32 +23,25 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
-from attrax.core.algebra import first_rows
-from attrax.core.leaves import Diagonal, Factorized, Grouped, Sum
-from attrax.core.packed import row_lengths
-from attrax.core.schema import ARRAYS
+from attrax.core import Block
 from attrax.core.tree import block_rows
 from attrax.frontends.background import Background
 from attrax.frontends.folder import clear, lock, publish, sequences, shard_name, unlock
 from attrax.frontends.h5types import TYPES
 from attrax.frontends.merge import last_step
-from attrax.frontends.shards import NewShard, Record, read_info
+from attrax.frontends.newshard import NewShard
+from attrax.frontends.recording import Columns, KeepFactored, Record, record_of
+from attrax.frontends.shards import read_info
 from attrax.frontends.slabs import SLAB_BYTES
-
-Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[int | float] | Tensor]]
-KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -202,7 +195,11 @@ class Sink:
             )
         if not block_rows(block):
             return
-        record = _record(block, self._options)
+        options = self._options
+        examples = replace(block.examples, step=block.examples.step + (options.steps_done or 0))
+        record = record_of(
+            replace(block, examples=examples), options.dtype, options.keep_factored, options.columns
+        )
         if self._columns not in (None, tuple(record.columns)):
             raise ValueError(
                 f"store: columns {list(record.columns)} differ from {list(self._columns or ())}."
@@ -217,7 +214,7 @@ class Sink:
                 self._settle()
         finally:
             if self._waiting and self._waiting[-1] is record:
-                self._waiting[-1] = replace(record, leaves=tree_map(_copied, record.leaves))
+                self._waiting[-1] = record.kept()
         if full:
             size = self._bytes
             self._jobs.put(self._ended(), size)
@@ -319,149 +316,6 @@ def _explained(folder: Path, name: str, examples: int) -> Iterator[None]:
             f"store: shard '{name}' could not be written to '{folder}': {error}. Its {examples} examples are still "
             "waiting: make room and call flush()."
         ) from error
-
-
-def _record(block: Block, options: Options) -> Record:
-    """A block on the host: compacted and cast; it shares the memory of the block where that is there already."""
-    grads = block.grads if options.keep_factored is True else _compacted(block.grads, options.keep_factored)
-    examples = _on_host(block.examples)
-    grads = (
-        _on_host(grads)
-        if any(x.device.type != "cpu" for leaf in grads.leaves for x in _arrays(leaf))
-        else grads
-    )
-    examples = replace(examples, step=examples.step + (options.steps_done or 0))
-    for name, values in (("weight", examples.weight), ("tokens", examples.tokens)):
-        if values is not None and values.shape != (len(examples),):
-            raise ValueError(
-                f"store: {name} has shape {tuple(values.shape)}, the block has {len(examples)} examples."
-            )
-    leaves = {
-        name: _cast(name, leaf, options.dtype) for name, leaf in zip(grads.names, grads.leaves, strict=True)
-    }
-    for name, leaf in leaves.items():
-        _check(name, leaf)
-    columns = _columns(examples, options.columns)
-    texts = [v for values in columns.values() if isinstance(values, tuple) for v in values]
-    _encodable([*examples.ids, examples.fingerprint, *grads, *columns, *texts])
-    return Record(tree_map(_copied, examples), leaves, columns)
-
-
-def _compacted(grads: GradTree, keep: KeepFactored) -> GradTree:
-    """Every leaf in its smaller exact form; lengths of all leaves on a GPU are read in one transfer."""
-    rows = {
-        name: leaf
-        for name, leaf in zip(grads.names, grads.leaves, strict=True)
-        if isinstance(leaf, Factorized | Diagonal | Grouped) and leaf.calls == 1
-    }
-    longest = _on_host(
-        {
-            name: _longest(leaf.g) if leaf.g.is_cuda else row_lengths(leaf).max(initial=0)
-            for name, leaf in rows.items()
-        }
-    )
-
-    def shrink(name: str, leaf: Leaf) -> Leaf:
-        if callable(keep) and keep(name, leaf):
-            return leaf
-        length = max(1, int(longest[name])) if name in longest else None
-        return compact(leaf if length is None else first_rows(leaf, length))
-
-    return grads.map(shrink)
-
-
-def _longest(g: Tensor) -> Tensor:
-    """Number of rows up to the last one that is not zero for every example."""
-    used = (g != 0).any(-1).flatten(0, -2).any(0)
-    last = used * torch.arange(1, len(used) + 1, device=g.device)
-    return last.amax() if len(used) else last.sum()
-
-
-def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
-
-
-def _on_host(value: Any) -> Any:
-    """Copy to the host what lies on a GPU, all of it before waiting once."""
-    devices: set[torch.device] = set()
-
-    def move(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.is_cuda:
-            devices.add(x.device)
-        return x.detach().to("cpu", non_blocking=x.is_cuda)
-
-    moved = tree_map(move, value)
-    for device in devices:
-        torch.cuda.synchronize(device)
-    return moved
-
-
-def _arrays(leaf: Leaf) -> Iterator[Tensor]:
-    if isinstance(leaf, Sum):
-        for use in leaf.uses:
-            yield from _arrays(use)
-    for name in ARRAYS[type(leaf).__name__]:
-        yield getattr(leaf, name)
-
-
-def _cast(name: str, leaf: Leaf, dtype: torch.dtype | None) -> Leaf:
-    if dtype is None:
-        return leaf
-
-    def convert(x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.dtype == dtype:
-            return x
-        small = x.to(dtype)
-        if bool((small.isinf() & x.isfinite()).any()):
-            raise ValueError(
-                f"store: leaf '{name}': {dtype} holds numbers up to {torch.finfo(dtype).max:.3g}, the gradients reach "
-                f"{x.abs().max():.3g}. Store them as bfloat16, float32 or as they come."
-            )
-        return small
-
-    return tree_map(convert, leaf)
-
-
-def _check(name: str, leaf: Leaf) -> None:
-    for x in _arrays(leaf):
-        if x.dtype not in TYPES:
-            known = ", ".join(str(dtype) for dtype in TYPES)
-            raise ValueError(
-                f"store: leaf '{name}' is {x.dtype}, which cannot be stored; pass dtype=, one of {known}."
-            )
-    if "\0" in name:
-        raise ValueError(f"store: the leaf name {name!r} holds a zero byte.")
-
-
-def _columns(examples: Examples, columns: Columns | None) -> dict[str, Tensor | tuple[str, ...]]:
-    found = {name: _column(values) for name, values in (columns(examples) if columns else {}).items()}
-    for name, values in found.items():
-        known = isinstance(values, tuple) or values.dtype in TYPES
-        if not known or len(values) != len(examples) or "\0" in name:
-            raise ValueError(
-                f"store: column {name!r} holds {len(values)} values for {len(examples)} examples; give one text or one "
-                "number an example."
-            )
-    return found
-
-
-def _column(values: Sequence[str] | Sequence[int | float] | Tensor) -> Tensor | tuple[str, ...]:
-    if isinstance(values, Tensor):
-        return values.cpu()
-    texts = tuple(v for v in values if isinstance(v, str))
-    return texts if len(texts) == len(values) else torch.from_numpy(np.asarray(values, np.float64))
-
-
-def _encodable(texts: Iterable[str]) -> None:
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"store: {text!r} is not valid Unicode and cannot be stored: {error}."
-            ) from error
 
 
 def _place() -> tuple[int, int]:
