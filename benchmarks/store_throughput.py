@@ -9,8 +9,7 @@ blocks of 8 examples, as capture delivers them: `factored`, the bfloat16 rows of
 
 Each repetition writes them twice, in alternating order: as a store (shards of 64 MiB in the background, each flushed
 to the disk and renamed), and raw: as many bytes in one file, from memory in one sequence, flushed once at the end.
-Both clocks stop when everything is on the disk.  The raw writer writes the bytes it has; the store takes blocks,
-whose arrays it copies first, because a training loop goes on to change them.
+Both clocks stop when everything is on the disk.
 
 Then both are read, first cold (their pages dropped from the page cache) and then warm: the raw file in one sequence
 into fresh memory, as much at a time as a shard has; the store through `Store.map`, checksums compared, every leaf

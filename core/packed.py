@@ -46,12 +46,16 @@ Memory: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes memory on the CPU for an array of a shape and dtype."""
 
 
-def pack(leaf: Leaf, memory: Memory = uninitialized, form: Form | None = None) -> Packed:
+_LONG = 2**15  # bytes from which on a piece of its own costs less than a copy
+
+
+def pack(leaf: Leaf, memory: Memory | None = uninitialized, form: Form | None = None) -> Packed:
     """Drop each example's trailing rows of zero g and lay the rest end to end.
 
     Args:
         leaf: The leaf, on the CPU.
-        memory: Makes the memory of arrays whose rows do not lie end to end already.
+        memory: Makes the memory of arrays whose rows do not lie end to end already.  None leaves long rows where they
+            are: an array [B, calls, T, ...] then stands for its rows end to end.
         form: The leaf's form, if it is known.
 
     Returns:
@@ -76,8 +80,8 @@ def pack(leaf: Leaf, memory: Memory = uninitialized, form: Form | None = None) -
             return Packed(form, arrays, offsets_of(lengths * _calls(leaf)))
 
 
-def _end_to_end(x: Tensor, memory: Memory) -> Tensor:
-    return x if x.is_contiguous() else memory(x.shape, x.dtype).copy_(x)
+def _end_to_end(x: Tensor, memory: Memory | None) -> Tensor:
+    return x if x.is_contiguous() else (memory or uninitialized)(x.shape, x.dtype).copy_(x)
 
 
 def offsets_of(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " ends"]:
@@ -119,15 +123,18 @@ def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
     return lengths
 
 
-def _kept(rows: Tensor, lengths: Int[np.ndarray, " B"], memory: Memory) -> Tensor:
+def _kept(rows: Tensor, lengths: Int[np.ndarray, " B"], memory: Memory | None) -> Tensor:
     """The first rows of every call of each example, one after another."""
     calls, T = rows.shape[1:3]
     longest = int(lengths.max(initial=0))
     if (lengths == longest).all():
-        return _end_to_end(rows[:, :, :longest], memory).flatten(0, 2)
+        kept = rows[:, :, :longest]
+        if memory is None and kept[:1, :1].is_contiguous() and kept[:1, :1].nbytes >= _LONG:
+            return kept
+        return _end_to_end(kept, memory).flatten(0, 2)
     keep = (np.arange(T) < lengths[:, None])[:, None].repeat(calls, 1)
     index = torch.from_numpy(np.flatnonzero(keep))
-    out = memory((len(index), *rows.shape[3:]), rows.dtype)
+    out = (memory or uninitialized)((len(index), *rows.shape[3:]), rows.dtype)
     return torch.index_select(rows.flatten(0, 2), 0, index, out=out)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attrax.core.schema import Form, ShardInfo, info_to_json, json_of
 from attrax.core.tree import Examples
-from attrax.frontends.buffers import Buffers
 from attrax.frontends.envelope import PAGE, data_at, wrapped
 from attrax.frontends.recording import Column, Record
 from attrax.frontends.slabs import SLAB_BYTES, all_groups, rewrite_slab, write_slab
@@ -42,7 +41,6 @@ class NewShard:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._slabs: list[_Written] = []
-        self._memory = Buffers().array
         self._tried = False
 
     @property
@@ -66,7 +64,7 @@ class NewShard:
         these = records[:count]
         leaves = [(form, [record.leaves[name] for record in these]) for name, form in first.forms]
         at = -(-self._end // PAGE) * PAGE
-        size, checksums, offsets = write_slab(self._descriptor, data_at() + at, leaves, self._memory)
+        size, checksums, offsets = write_slab(self._descriptor, data_at() + at, leaves)
         rows: list[tuple[int, ...] | None] = [
             None
             if form.kind == "Materialized"

@@ -99,7 +99,7 @@ def store(
         ValueError: If the path or an option cannot be used, or the run has a writer already.
 
     >>> import tempfile
-    >>> from attrax.core import materialized
+    >>> from attrax.core import Examples, GradTree, materialized
     >>> from attrax.frontends.store import open_store
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with store(folder) as sink:
@@ -157,7 +157,7 @@ def _floating() -> str:
 
 
 class Sink:
-    """Collects blocks and writes them as shards; made by `store`.
+    """Writes blocks as shards; made by `store`.
 
     Attributes:
         path: Directory of the store.

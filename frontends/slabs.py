@@ -1,7 +1,7 @@
 """Slabs: the arrays of neighboring blocks in one piece of a file, laid out as `attrax.core.schema` says.
 
-They go from the memory of the blocks to the file without a copy between, and come back in one piece, of which the
-arrays are views.  Every 256 KiB have a checksum, taken while they are in the processor's cache.
+They go to the file from the memory of the blocks, and come back in one piece, of which the arrays are views.  Every
+256 KiB have a checksum, taken while they are in the processor's cache.
 """
 
 import math
@@ -180,8 +180,13 @@ def _groups(packed: Packed) -> Iterator[Packed]:
         yield packed
 
 
+def _runs(x: Tensor) -> list[memoryview]:
+    """The bytes of a tensor, in pieces without gaps."""
+    return [bytes_of(x)] if x.is_contiguous() else [run for part in x for run in _runs(part)]
+
+
 def write_slab(
-    descriptor: int, at: int, leaves: Sequence[tuple[Form, Sequence[Leaf]]], memory: Memory
+    descriptor: int, at: int, leaves: Sequence[tuple[Form, Sequence[Leaf]]]
 ) -> tuple[int, list[int], list[list[Int[np.ndarray, " ends"]]]]:
     """Write blocks as a slab.
 
@@ -189,7 +194,6 @@ def write_slab(
         descriptor: The file.
         at: Where the slab begins in it.
         leaves: Form and blocks of each leaf, on the CPU.
-        memory: Makes memory for rows that do not lie end to end.
 
     Returns:
         Its size, checksums, and for each group of arrays the offsets of every block.
@@ -200,12 +204,13 @@ def write_slab(
     stream = _Stream(descriptor, at)
     offsets: list[list[np.ndarray]] = []
     for form, same in leaves:
-        packed = [list(_groups(pack(leaf, memory, form))) for leaf in same]
+        packed = [list(_groups(pack(leaf, None, form))) for leaf in same]
         for number, first in enumerate(packed[0]):
             for array in range(len(first.form.arrays)):
                 stream.align()
                 for block in packed:
-                    stream.put(bytes_of(block[number].arrays[array]))
+                    for run in _runs(block[number].arrays[array]):
+                        stream.put(run)
             offsets.append([block[number].offsets for block in packed])
     stream.write()
     return stream.size, stream.checksums, offsets

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from attrax.core import Leaf, pad_rows, take, tree_map
+from attrax.core import Leaf, factorized, pad_rows, take, tree_map
 from attrax.core.packed import Packed, concat_packed, pack, take_packed, unpack
 from attrax.core.products import token_scores_leaf
 
@@ -102,3 +102,13 @@ def test_copies_lie_in_the_memory_that_was_given():
     found = pack(leaf, memory)
     assert [x.data_ptr() for x in found.arrays] == [x.data_ptr() for x in made]
     same_packed(found, pack(leaf))
+
+
+def test_long_rows_may_stay_where_they_are():
+    a, g = torch.randn(3, 9, 4096), torch.randn(3, 9, 2)
+    g[:, -1] = 0
+    leaf = factorized("w", a, g)
+    left, expected = pack(leaf, None), pack(leaf)
+    assert left.arrays[0].data_ptr() == a.data_ptr() and left.arrays[0].shape == (3, 1, 8, 4096)
+    for x, y in zip(left.arrays, expected.arrays, strict=True):
+        assert torch.equal(x.reshape(y.shape), y)

@@ -13,6 +13,7 @@ from attrax.frontends import gather
 from attrax.frontends import sink as sinks
 from attrax.frontends.background import Background, ahead
 from attrax.frontends.store import open_store, store
+from attrax.frontends.windows import Reading
 
 
 def block(n) -> Block:
@@ -176,7 +177,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_iteration():
 def test_an_error_ahead_is_raised_in_its_place(tmp_path):
     many(tmp_path, 4)
     source = open_store(tmp_path)
-    windows = gather.Reading(1, None, 2, window_bytes=1)
+    windows = Reading(1, None, 2, window_bytes=1)
     victim = sorted(tmp_path.glob("*.shard.h5"))[2]
     victim.unlink()
     stream = gather.stream(source.path, source.shards, source.rows, frozenset(), windows)

@@ -11,6 +11,7 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, factorized, materialize_leaf, materialized, projected
 from attrax.core.projection import Projection
+from attrax.frontends import slabs
 from attrax.frontends.compaction import compact_store
 from attrax.frontends.damages import damages
 from attrax.frontends.store import open_store, store
@@ -252,3 +253,19 @@ def test_selecting_by_id_and_step_reads_only_those(tmp_path, rng):
     chosen = source.select(ids=["3999", "17", "2000", "2001"], steps=[0, 5])
     assert chosen.ids == ("17", "2000", "2001")
     assert np.array_equal(chosen.to_numpy()["w"], x[[17, 2000, 2001]])
+
+
+def test_an_example_costs_its_pieces_and_not_the_shard(tmp_path, rng, monkeypatch):
+    x, real, read = torch.randn(1000, 8192, generator=rng), slabs.read_bytes, []
+    source = write(
+        tmp_path, make({"w": materialized("w", x), "v": materialized("v", -x)}, map(str, range(1000)))
+    )
+
+    def read_bytes(descriptor, at, out):
+        read.append(len(out))
+        real(descriptor, at, out)
+
+    monkeypatch.setattr(slabs, "read_bytes", read_bytes)
+    found = source.block(["999", "500"]).grads
+    assert torch.equal(found["w"].w, x[[999, 500]]) and torch.equal(found["v"].w, -x[[999, 500]])
+    assert sum(read) <= 6 * 2**18
