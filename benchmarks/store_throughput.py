@@ -9,8 +9,7 @@ blocks of 8 examples, as capture delivers them: `factored`, the bfloat16 rows of
 
 Each repetition writes them twice, in alternating order: as a store (shards of 64 MiB in the background, each flushed
 to the disk and renamed), and raw: as many bytes in one file, from memory in one sequence, flushed once at the end.
-Both clocks stop when everything is on the disk.  The raw writer writes the bytes it has; the store takes blocks,
-whose arrays it copies first, because a training loop goes on to change them.
+Both clocks stop when everything is on the disk.
 
 Then both are read, first cold (their pages dropped from the page cache) and then warm: the raw file in one sequence
 into fresh memory, as much at a time as a shard has; the store through `Store.map`, checksums compared, every leaf
@@ -38,7 +37,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from attrax.core import Block, Examples, GradTree, Leaf, factorized, materialized
+from attrax.core import Block, Examples, GradTree, Leaf, Materialized, factorized, materialized
 from attrax.frontends.store import open_store, store
 
 TRANSFER = 2**22
@@ -104,9 +103,14 @@ def write_store(folder: Path, made: list[Block]) -> None:
 def read_store(folder: Path, prefetch: int) -> int:
     """All leaves of all blocks; returns their bytes."""
     source, total = open_store(folder, prefetch=prefetch), 0
-    for _, leaves in source.map(lambda name, leaf, _: sum(x.nbytes for x in tree_leaves(leaf))):
+    for _, leaves in source.map(lambda name, leaf, _: leaf_bytes(leaf)):
         total += sum(leaves.values())
     return total
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of the arrays of a leaf."""
+    return leaf.w.nbytes if isinstance(leaf, Materialized) else leaf.a.nbytes + leaf.g.nbytes
 
 
 def forget(paths: Iterable[Path]) -> None:

@@ -1,57 +1,57 @@
 """The gradient file: how leaves become plain arrays, and what one shard of a store holds.
 
 A store is a directory of HDF5 files ``*.shard.h5``, each complete in itself and never changed once it has its name.
-K blocks of together N examples lie one after another.  All datasets are chunked, without filters, and have an
-attribute xxh3 [chunks] uint64: the XXH3-64 of the bytes of every chunk of rows (as many as ``chunks[0]``, the last
-one what remains).  A chunk is a contiguous piece of its array; leaves with the same offsets share them by a hard
-link.  Metadata carries the checksums of the HDF5 1.10 format; text attributes are UTF-8 bytes of fixed length.
+A shard has the attributes format and schema and two contiguous datasets of bytes.  `data` holds the arrays; `table`
+says in JSON what they are, and has the attribute xxh3, the XXH3-64 of its bytes.  HDF5 checks its own descriptions.
 
-    /                     attributes format, schema, attrax, run, rank, sequence, writer, created, steps_done (-1 =
-                          none); a compacted shard also has first and replaces/ (like /ids/: names of those it replaces)
-    /ids/                 utf8 [bytes], offsets [N + 1]: id n is utf8[offsets[n] : offsets[n + 1]]
-    /weight, /tokens      [N] float64 and int64 (NaN and -1 where unknown)
-    /blocks/              step, micro, size, signature, weight_bits (0 = unknown), has_tokens, learning_rate (NaN =
-                          none), each [K], and fingerprint/ like /ids/
-    /signatures/          leaf [sum], offsets [S + 1]: the numbers of the leaves that a block of signature s has
-    /leaves/<number>/     attributes name and form (JSON of a `Form`), and by kind
-        Factorized        a [R, Ni], g [R, No], offsets [n + 1]: rows of example k are offsets[k] : offsets[k + 1]
-        Lookup            ids [R], g [R, E], offsets
-        Diagonal          x [R, d or 1], g [R, d], offsets
-        Grouped           a [R, U, Ni], g [R, U, No], offsets
-        Materialized      w [n, *shape]
-        Sum               uses/<number>/, each as above
-    /columns/<number>/    attribute name; values [N], or utf8 and offsets
+N examples lie one after another in K blocks, and these in slabs: neighboring blocks that have the same leaves in the
+same forms, about 1 MiB together or one block if that is larger.  The table has these keys:
 
-The n examples of a leaf are those of the blocks whose signature lists it, in order.  Rows are packed: the trailing rows
-in which an example's g is zero are not stored (with several calls: those of every call).  bfloat16 is a 16-bit HDF5
-float, which plain h5py reads as float32.
+    run, rank, sequence, first, writer, created, steps_done, replaces, ids [N], steps, micros, sizes, fingerprints,
+    rates, kinds [K], signatures, leaves, columns
+                  the fields of `ShardInfo`; block b has the leaves ``signatures[kinds[b]]``, numbers of entries of
+                  `leaves`, each a name and a form
+    weight, tokens
+                  by example, null where unknown; weight_bits by block (precision of its weights)
+    values        of each further column, its dtype (null for texts) and values by example
+    slabs         each {at, size, blocks, layout, xxh3}: it is ``data[at : at + size]``, holds so many blocks, and xxh3
+                  has 16 hexadecimal digits for each 256 KiB of it, the last one for what remains: their XXH3-64
+    layouts       for each group of arrays in a slab a number of `lengths`, or null
+    lengths       lists of numbers of rows by example of a slab
+
+The leaves of a slab follow one another in the order of their signature, the uses of a Sum in the place of the leaf;
+each is a group of arrays in the order of its form.  An array is dense, in C order and little-endian, and begins at the
+next multiple of 64 bytes.  It holds the rows of all examples of the slab end to end, as many as `lengths` says:
+
+    Factorized        a [R, Ni], g [R, No]
+    Lookup            ids [R], g [R, E]
+    Diagonal          x [R, d or 1], g [R, d]
+    Grouped           a [R, U, Ni], g [R, U, No]
+    Materialized      w [n, *shape]: one row an example, no lengths
+
+The trailing rows in which an example's g is zero are not stored (with several calls: those of every call).
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache, lru_cache
+from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from attrax.core.leaves import (
-    Diagonal,
-    Factorized,
     Grouped,
     Leaf,
-    Lookup,
     Materialized,
     Part,
     Sum,
-    batch_size,
 )
-from attrax.core.tree import Examples
 
 FORMAT = "attrax gradient shard"
-SCHEMA = 2
+SCHEMA = 3
 SUFFIX = ".shard.h5"
 
 ARRAYS: Mapping[str, tuple[str, ...]] = {
@@ -63,9 +63,13 @@ ARRAYS: Mapping[str, tuple[str, ...]] = {
     "Sum": (),
 }
 """Names of the arrays of each kind of leaf."""
-
-Rows: TypeAlias = Factorized | Lookup | Diagonal | Grouped
-"""Leaves that have rows."""
+_STATIC: Mapping[str, tuple[str, ...]] = {
+    "Factorized": ("bias", "calls"),
+    "Lookup": ("calls", "rows"),
+    "Diagonal": ("calls",),
+    "Grouped": ("calls", "positions"),
+    "Materialized": ("bias",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,32 +113,6 @@ class Form:
     def __str__(self) -> str:
         inner = " + ".join(map(str, self.uses)) or ", ".join(map(str, self.arrays))
         return f"{self.kind}({inner})" + (f" in {self.basis}" if self.basis else "")
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Packed:
-    """A leaf with the rows of its B examples one after another, without padding.
-
-    Attributes:
-        form: What is not an array.
-        arrays: In the order of ``form.arrays``, [R, ...] each.
-        offsets: Rows of example b are ``offsets[b] : offsets[b + 1]`` [B + 1]; one a row for Materialized and Sum.
-        uses: The packed uses of a Sum.
-    """
-
-    form: Form
-    arrays: tuple[Tensor, ...]
-    offsets: Int[np.ndarray, " ends"]
-    uses: tuple["Packed", ...] = ()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Record:
-    """A block as it is written: its examples, packed leaves and further columns (numbers, or a tuple of strings)."""
-
-    examples: Examples
-    leaves: tuple[tuple[str, Packed], ...]
-    columns: Mapping[str, Tensor | tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,206 +175,37 @@ def form_of(leaf: Leaf) -> Form:
     if isinstance(leaf, Sum):
         return Form(kind, leaf.parts, basis=leaf.basis, uses=tuple(form_of(use) for use in leaf.uses))
     lead = 1 if isinstance(leaf, Materialized) else 2
-    arrays = tuple(_array(name, _rows_first(leaf, name), lead) for name in ARRAYS[kind])
-    static = ("bias", "calls", "rows", "positions")
-    extra = {name: getattr(leaf, name) for name in static if hasattr(leaf, name)}
+    arrays = tuple(_array(name, rows_first(leaf, name), lead) for name in ARRAYS[kind])
+    extra = {name: getattr(leaf, name) for name in _STATIC[kind]}
     return Form(kind, leaf.parts, arrays, basis=leaf.basis, **extra)
 
 
-def _rows_first(leaf: Leaf, name: str) -> Tensor:
+def rows_first(leaf: Leaf, name: str) -> Tensor:
     """An array of a leaf with the axis of rows, if it has one, right after that of examples."""
     x: Tensor = getattr(leaf, name)
     return x.transpose(1, 2) if isinstance(leaf, Grouped) else x
 
 
+def groups(form: Form) -> Iterator[Form]:
+    """The forms that have arrays: the form itself, or the uses of a Sum.
+
+    >>> form = Form("Materialized", (Part("b", 3),), (Array("w", "float32", (3,)),))
+    >>> list(groups(Form("Sum", form.parts, uses=(form,)))) == [form]
+    True
+    """
+    for use in form.uses:
+        yield from groups(use)
+    if not form.uses:
+        yield form
+
+
 def _array(name: str, x: Tensor, lead: int) -> Array:
-    return Array(name, str(x.dtype).removeprefix("torch."), tuple(x.shape[lead:]))
+    return Array(name, _name_of(x.dtype), tuple(x.shape[lead:]))
 
 
-def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """CPU memory for an array.  It comes from numpy, which asks for huge pages: five times faster to touch first."""
-    data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-    if not len(data):
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
-
-
-Memory: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes memory on the CPU for an array of a shape and dtype."""
-
-
-def pack(leaf: Leaf, memory: Memory = uninitialized) -> Packed:
-    """Drop each example's trailing rows of zero g and lay the rest end to end.
-
-    Args:
-        leaf: The leaf, on the CPU.
-        memory: Makes the memory that the arrays are copied to.
-
-    Returns:
-        Its packed rows.
-
-    >>> from attrax.core import diagonal
-    >>> g = torch.tensor([[[1.0], [0.0], [2.0]], [[3.0], [0.0], [0.0]]])
-    >>> packed = pack(diagonal("b", torch.ones(2, 3, 1), g))
-    >>> packed.arrays[1].flatten(), packed.offsets
-    (tensor([1., 0., 2., 3.]), array([0, 3, 4]))
-    """
-    form = form_of(leaf)
-    single = np.arange(batch_size(leaf) + 1)
-    match leaf:
-        case Sum():
-            return Packed(form, (), single, tuple(pack(use, memory) for use in leaf.uses))
-        case Materialized():
-            return Packed(form, (memory(leaf.w.shape, leaf.w.dtype).copy_(leaf.w.detach()),), single)
-        case _:
-            lengths = row_lengths(leaf)
-            arrays = tuple(_kept(_by_call(leaf, x.name), lengths, memory) for x in form.arrays)
-            return Packed(form, arrays, offsets_of(lengths * _calls(leaf)))
-
-
-def offsets_of(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " ends"]:
-    """Where consecutive ranges begin, and where the last one ends.
-
-    >>> offsets_of(np.array([2, 0, 3]))
-    array([0, 2, 2, 5])
-    """
-    return np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
-
-
-def _calls(leaf: Rows) -> int:
-    """Calls into which the rows of an example fall; 1 if they have been cut."""
-    return leaf.calls if leaf.g.shape[-2] % leaf.calls == 0 else 1
-
-
-def _by_call(leaf: Rows, name: str) -> Shaped[Tensor, "B calls T *_"]:
-    """An array of a leaf by example, call and row."""
-    x, calls = _rows_first(leaf, name).detach(), _calls(leaf)
-    return x.unflatten(1, (calls, x.shape[1] // calls))
-
-
-def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
-    """Rows of every call of an example up to the last one in which g is not zero.
-
-    Looks from the end, ever further back, until every example has such a row.
-
-    >>> from attrax.core import diagonal
-    >>> row_lengths(diagonal("b", torch.ones(2, 3, 1), torch.tensor([[[1.0], [2.0], [0.0]], [[0.0], [0.0], [0.0]]])))
-    array([2, 0])
-    """
-    g = _by_call(leaf, "g")
-    lengths, stop, many = np.zeros(len(g), np.int64), g.shape[2], 1
-    while stop and not lengths.all():
-        start = max(0, stop - many)
-        used = (g[:, :, start:stop] != 0).flatten(3).any(-1).any(1).numpy()
-        lengths = np.maximum(lengths, (used * np.arange(start + 1, stop + 1)).max(1))
-        stop, many = start, 2 * many
-    return lengths
-
-
-def _kept(rows: Tensor, lengths: Int[np.ndarray, " B"], memory: Memory) -> Tensor:
-    """The first rows of every call of each example, one after another."""
-    calls, T = rows.shape[1:3]
-    longest = int(lengths.max(initial=0))
-    if (lengths == longest).all():
-        kept = rows[:, :, :longest]
-        return memory(kept.shape, kept.dtype).copy_(kept).flatten(0, 2)
-    keep = (np.arange(T) < lengths[:, None])[:, None].repeat(calls, 1)
-    index = torch.from_numpy(np.flatnonzero(keep))
-    out = memory((len(index), *rows.shape[3:]), rows.dtype)
-    return torch.index_select(rows.flatten(0, 2), 0, index, out=out)
-
-
-def unpack(packed: Packed) -> Leaf:
-    """The leaf of packed rows, shorter examples padded with zero rows.
-
-    >>> from attrax.core import diagonal
-    >>> leaf = diagonal("b", torch.ones(2, 3, 1), torch.tensor([[[1.0], [2.0], [0.0]], [[3.0], [0.0], [0.0]]]))
-    >>> unpack(pack(leaf)).g.squeeze(-1)
-    tensor([[1., 2.],
-            [3., 0.]])
-    """
-    form, rows = packed.form, {}
-    for array, x in zip(form.arrays, packed.arrays, strict=True):
-        rows[array.name] = (
-            x if form.kind == "Materialized" else _padded(x, np.diff(packed.offsets), form.calls)
-        )
-    match form.kind:
-        case "Sum":
-            return Sum(tuple(unpack(use) for use in packed.uses), form.parts, form.basis)
-        case "Materialized":
-            return Materialized(**rows, parts=form.parts, bias=form.bias, basis=form.basis)
-        case "Lookup":
-            return Lookup(**rows, parts=form.parts, rows=form.rows, calls=form.calls, basis=form.basis)
-        case "Diagonal":
-            return Diagonal(**rows, parts=form.parts, calls=form.calls, basis=form.basis)
-        case "Grouped":
-            groups = {name: x.transpose(1, 2) for name, x in rows.items()}
-            return Grouped(
-                **groups, parts=form.parts, calls=form.calls, basis=form.basis, positions=form.positions
-            )
-        case _:
-            return Factorized(**rows, parts=form.parts, bias=form.bias, calls=form.calls, basis=form.basis)
-
-
-def _padded(x: Tensor, counts: np.ndarray, calls: int) -> Tensor:
-    calls = calls if (counts % calls == 0).all() else 1
-    longest = max(1, int(counts.max(initial=0)) // calls)
-    shape = (len(counts), calls * longest, *x.shape[1:])
-    if x.shape[0] == shape[0] * shape[1]:
-        return x.reshape(shape)
-    keep = (np.arange(longest) < (counts // calls)[:, None])[:, None].repeat(calls, 1)
-    out = x.new_zeros(shape)
-    out[torch.from_numpy(keep.reshape(shape[:2]))] = x
-    return out
-
-
-def take_packed(packed: Packed, index: Int[np.ndarray, " n"] | slice) -> Packed:
-    """Some examples of packed rows; a slice with both ends is taken without a copy.
-
-    >>> from attrax.core import materialized
-    >>> take_packed(pack(materialized("b", torch.arange(4.0))), np.array([2, 0])).arrays[0]
-    tensor([2., 0.])
-    """
-    uses = tuple(take_packed(use, index) for use in packed.uses)
-    if isinstance(index, slice):
-        offsets = packed.offsets[index.start : index.stop + 1]
-        rows = slice(int(offsets[0]), int(offsets[-1]))
-        return Packed(packed.form, tuple(x[rows] for x in packed.arrays), offsets - offsets[0], uses)
-    counts = np.diff(packed.offsets)[index]
-    places = torch.from_numpy(ranges(packed.offsets[index], counts))
-    return Packed(packed.form, tuple(x[places] for x in packed.arrays), offsets_of(counts), uses)
-
-
-def ranges(starts: Int[np.ndarray, " n"], counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:
-    """The numbers of all ranges ``[start, start + count)``, one range after another.
-
-    >>> ranges(np.array([5, 0]), np.array([2, 3]))
-    array([5, 6, 0, 1, 2])
-    """
-    return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    if pieces[0].device.type != "cpu":
-        return torch.cat(list(pieces))
-    shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
-    return torch.cat(list(pieces), out=uninitialized(shape, pieces[0].dtype))
-
-
-def concat_packed(pieces: Sequence[Packed]) -> Packed:
-    """Examples of several packed leaves of one form, one piece after another."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    arrays = tuple(_joined(same) for same in zip(*(p.arrays for p in pieces), strict=True))
-    uses = tuple(concat_packed(same) for same in zip(*(p.uses for p in pieces), strict=True))
-    return Packed(first.form, arrays, offsets_of(np.concatenate([np.diff(p.offsets) for p in pieces])), uses)
-
-
-def packed_bytes(packed: Packed) -> int:
-    """Bytes of the arrays, offsets included."""
-    own = packed.offsets.nbytes + sum(x.numel() * x.element_size() for x in packed.arrays)
-    return own + sum(packed_bytes(use) for use in packed.uses)
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def form_from_json(value: Mapping[str, Any]) -> Form:
@@ -456,3 +265,75 @@ def _is_valid(form: Form) -> bool:
     bounded = 0 <= form.rows < 2**31 and 1 <= form.calls < 2**31 and math.prod(map(math.prod, shapes)) >= 0
     known = form.kind in right and names == ARRAYS[form.kind]
     return known and bounded and bool(form.parts) and right[form.kind]()
+
+
+@lru_cache(4096)
+def _cached_form(text: str) -> Form:
+    return form_from_json(json.loads(text))
+
+
+@lru_cache(4096)
+def _plain(part: Form | Part | Array) -> dict[str, Any]:
+    return asdict(part)
+
+
+def info_to_json(info: ShardInfo) -> dict[str, Any]:
+    """A description as `json_of` takes it."""
+    return {f.name: getattr(info, f.name) for f in fields(info)}
+
+
+def json_of(value: Any, **options: Any) -> str:
+    """JSON without spaces of plain values, forms among them."""
+    return json.dumps(value, separators=(",", ":"), default=_plain, **options)
+
+
+def info_from_json(entry: Mapping[str, Any]) -> ShardInfo:
+    """Read a description from parsed JSON; nothing in it is trusted.
+
+    Raises:
+        ValueError: If its parts do not agree; a TypeError or KeyError if they are missing or of the wrong type.
+    """
+
+    def items(name: str, *kinds: type) -> tuple[Any, ...]:
+        if not all(type(value) in kinds for value in entry[name]):
+            raise TypeError(f"'{name}' holds values of another type")
+        return tuple(entry[name])
+
+    info = ShardInfo(
+        name=str(entry["name"]),
+        size=int(entry["size"]),
+        run=str(entry["run"]),
+        rank=int(entry["rank"]),
+        sequence=int(entry["sequence"]),
+        first=int(entry["first"]),
+        writer=str(entry["writer"]),
+        created=float(entry["created"]),
+        steps_done=None if entry["steps_done"] is None else int(entry["steps_done"]),
+        replaces=items("replaces", str),
+        ids=items("ids", str),
+        steps=items("steps", int),
+        micros=items("micros", int),
+        sizes=items("sizes", int),
+        fingerprints=items("fingerprints", str),
+        rates=items("rates", float, type(None)),
+        kinds=items("kinds", int),
+        signatures=tuple(tuple(int(number) for number in signature) for signature in entry["signatures"]),
+        leaves=tuple((str(name), _cached_form(json.dumps(form))) for name, form in entry["leaves"]),
+        columns=items("columns", str),
+    )
+    _check(info)
+    return info
+
+
+def _check(info: ShardInfo) -> None:
+    K, S, L = len(info.sizes), len(info.signatures), len(info.leaves)
+    columns = (info.steps, info.micros, info.fingerprints, info.rates, info.kinds)
+    if any(len(column) != K for column in columns) or any(size < 0 for size in info.sizes):
+        raise ValueError("its lists of blocks have different lengths")
+    if sum(info.sizes) != len(info.ids):
+        raise ValueError(f"it has {len(info.ids)} ids, its blocks have {sum(info.sizes)} examples")
+    if any(not 0 <= k < S for k in info.kinds) or any(not 0 <= n < L for s in info.signatures for n in s):
+        raise ValueError("its blocks name leaves that it does not have")
+    names = [[info.leaves[n][0] for n in signature] for signature in info.signatures]
+    if any(len(set(group)) != len(group) for group in names):
+        raise ValueError("a block names a leaf twice")

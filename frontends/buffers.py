@@ -1,52 +1,40 @@
-"""Memory for the rows of a shard in large pieces, used again where it can be: new pages cost more than a copy."""
+"""Memory for arrays that is used again once nothing refers to it: touching new pages costs as much as a copy."""
 
 import math
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attrax.core.schema import uninitialized
-
-BYTES = 2**25
-_ALIGNED = 64
+_SPARES = 4
+_SMALL = 2**16
 
 
 class Buffers:
-    """Arrays cut from large buffers.
+    """Uninitialized arrays; the memory of one whose last tensor is gone becomes that of a later one.
 
     >>> buffers = Buffers()
-    >>> buffers.array((2, 3), torch.float32).shape, len(used := buffers.taken())
-    (torch.Size([2, 3]), 1)
-    >>> buffers.give_back(used)
-    >>> buffers.array((4,), torch.int64).data_ptr() == used[0].data_ptr()
+    >>> first = buffers.array((2**17,), torch.float32)
+    >>> place, row = first.data_ptr(), first[3:]
+    >>> del first
+    >>> buffers.array((2**17,), torch.float32).data_ptr() == place
+    False
+    >>> del row
+    >>> buffers.array((2**17,), torch.float32).data_ptr() == place
     True
     """
 
     def __init__(self) -> None:
-        self._used: list[Tensor] = []
-        self._spare: deque[Tensor] = deque(maxlen=4)
-        self._at = 0
+        self._spare: dict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_SPARES))
 
     def array(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory for an array."""
+        """CPU memory for an array."""
         size = math.prod(shape) * dtype.itemsize
-        if size > BYTES:
-            return uninitialized(shape, dtype)
-        if not self._used or self._at + size > BYTES:
-            spare = self._spare.pop() if self._spare else uninitialized((BYTES,), torch.uint8)
-            self._used.append(spare)
-            self._at = 0
-        start = self._at
-        self._at += -(-size // _ALIGNED) * _ALIGNED
-        return self._used[-1][start : start + size].view(dtype).reshape(tuple(shape))
-
-    def taken(self) -> list[Tensor]:
-        """The buffers that the arrays made since the last call lie in."""
-        used, self._used = self._used, []
-        return used
-
-    def give_back(self, buffers: Sequence[Tensor]) -> None:
-        """Use buffers again; nothing may use their arrays any more.  Some are kept, the others freed."""
-        self._spare.extend(buffers)
+        spare = self._spare[max(_SMALL, size).bit_length()]
+        whole = spare.pop() if spare else np.empty(2 ** max(_SMALL, size).bit_length(), np.uint8)
+        data = whole[:size]  # lives as long as a tensor of this memory
+        weakref.finalize(data, spare.append, whole).atexit = False
+        return torch.from_numpy(data).view(dtype).reshape(tuple(shape))

@@ -14,7 +14,9 @@ from attrax.core.schema import ShardInfo
 from attrax.frontends.folder import lock, publish, shard_name, shard_sizes, unlock
 from attrax.frontends.index import shards_of
 from attrax.frontends.merge import ordered
-from attrax.frontends.shards import read_info, read_whole, write_shard
+from attrax.frontends.newshard import NewShard
+from attrax.frontends.recording import Record
+from attrax.frontends.shards import read_info, read_whole
 
 
 def compact_store(path: str | os.PathLike[str], *, shard_bytes: int = 64 * 2**20) -> tuple[int, int]:
@@ -69,10 +71,8 @@ def _groups(shards: Sequence[ShardInfo], most: int) -> Iterator[list[ShardInfo]]
 
 
 def _merge(folder: Path, group: Sequence[ShardInfo]) -> None:
-    records = [record for info in group for record in read_whole(folder, info)]
-    first, last, names = group[0], group[-1], [info.name for info in group]
+    first, last, names = group[0], group[-1], tuple(info.name for info in group)
     name = shard_name(last.run, last.rank, last.sequence, secrets.token_hex(8))
-    temporary = folder / f".{name}.tmp"
     header = {
         "run": last.run,
         "rank": last.rank,
@@ -80,14 +80,23 @@ def _merge(folder: Path, group: Sequence[ShardInfo]) -> None:
         "first": first.first,
         "writer": last.writer,
         "created": first.created,
-        "steps_done": -1 if last.steps_done is None else last.steps_done,
+        "steps_done": last.steps_done,
+        "replaces": names,
     }
+    shard = NewShard(folder / f".{name}.tmp")
     try:
-        write_shard(temporary, header, records, names)
-        read_whole(folder, read_info(temporary))
-        publish(temporary, folder / name)
+        records: list[Record] = []
+        for info in group:
+            records += read_whole(folder, info)
+        while records:
+            del records[: shard.put(records)]
+        shard.finish(header)
+        for _ in read_whole(folder, read_info(shard.path)):
+            pass
+        publish(shard.path, folder / name)
     finally:
-        temporary.unlink(missing_ok=True)
+        shard.close()
+        shard.path.unlink(missing_ok=True)
     _delete(folder, names)
 
 

@@ -41,7 +41,8 @@ def damages(path: str | os.PathLike[str]) -> dict[str, str]:
             continue
         try:
             info = read_info(file)
-            read_whole(folder, info)
+            for _ in read_whole(folder, info):
+                pass
             whole.append(info)
         except ValueError as error:
             found[file.name] = str(error)

@@ -1,14 +1,10 @@
-"""Blocks from the rows of shards: read a window of many blocks at once, cut blocks from it, build one leaf at a time.
+"""Blocks from the rows of shards: cut a block from the slabs that hold it, build one leaf at a time."""
 
-Opening the arrays of a shard costs more than reading a few rows of them, so consecutive blocks share a read.  Windows
-can be read ahead by a thread; on the way to a GPU they go through pinned memory, in the order of the reader's stream.
-"""
-
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,26 +12,25 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attrax.core import Examples, Leaf, concat, materialize_leaf, take
-from attrax.core.schema import Form, Packed, ShardInfo, concat_packed, take_packed, unpack
-from attrax.frontends.background import ahead
+from attrax.core.packed import Packed, concat_packed, take_packed, uninitialized, unpack
+from attrax.core.schema import Form, ShardInfo
 from attrax.frontends.merge import Rows
-from attrax.frontends.shards import Loaded, read_rows
-
-WINDOW_BYTES = 80 * 2**20
+from attrax.frontends.shards import Loaded, open_shard
+from attrax.frontends.windows import (
+    BlockRows,
+    Part,
+    Reading,
+    as_needed,
+    block_rows,
+    mapped,
+    moved,
+    read_part,
+    shards_in,
+    wanted_rows,
+    windows_of,
+)
 
 Gathered: TypeAlias = tuple[Examples, Iterator[tuple[str, Leaf]]]
-Shape: TypeAlias = int | Literal["step"] | None
-"""Examples per block, "step" for one block an optimizer step, None for the blocks that were written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a store is read; see `open_store`."""
-
-    block_examples: Shape = None
-    device: torch.device | None = None
-    prefetch: int = 0
-    window_bytes: int = WINDOW_BYTES
 
 
 def stream(
@@ -53,124 +48,65 @@ def stream(
     Yields:
         Examples and leaves of each block, the leaves to be used before the next block is asked for.
     """
-    windows = _windows(folder, shards, rows, reading)
-    with closing(ahead(windows, reading.prefetch) if reading.prefetch else windows) as read:
-        for pinned, blocks in read:
-            loaded = _moved(pinned, reading.device)
+    windows = windows_of(folder, shards, rows, reading)
+    with closing(moved(windows, reading) if reading.moves else as_needed(windows)) as sources:
+        for read, blocks in sources:
+            held: dict[Part, Loaded] = {}
             for block in blocks:
-                yield _cut(shards, loaded, block, built)
-            del pinned, loaded
+                held = {part: held[part] if part in held else read(part) for part in block.parts}
+                yield _cut(shards, held, block, built)
 
 
 def gather(
     folder: Path, shards: Sequence[ShardInfo], rows: Rows, built: frozenset[str], reading: Reading
 ) -> Gathered:
     """Some rows of one section as one block, in the order given."""
-    loaded = _moved(_load(folder, shards, rows, reading.device), reading.device)
-    return _cut(shards, loaded, rows, built)
-
-
-def _windows(
-    folder: Path, shards: Sequence[ShardInfo], rows: Rows, reading: Reading
-) -> Generator[tuple[dict[int, Loaded], list[Rows]]]:
-    """Windows of consecutive blocks: what was read of each shard, and the rows of each block."""
-    ends = _block_ends(rows, reading.block_examples)
-    per_row = np.array([info.size / max(1, len(info.ids)) for info in shards])
-    read_until = np.cumsum(per_row[rows.shard])[ends - 1] if len(ends) else np.zeros(0)
-    block, start = 0, 0
-    while block < len(ends):
-        done = read_until[block - 1] if block else 0.0
-        last = max(block + 1, int(np.searchsorted(read_until, done + reading.window_bytes, "right")))
-        between = np.flatnonzero(rows.shard[ends[block:last] - 1] != rows.shard[ends[block:last] % len(rows)])
-        last = block + 1 + int(between[-1]) if len(between) and last < len(ends) else last
-        stops = ends[block:last].tolist()
-        loaded = _load(folder, shards, rows.take(slice(start, stops[-1])), reading.device)
-        pieces = zip([start, *stops[:-1]], stops, strict=True)
-        yield loaded, [rows.take(slice(a, b)) for a, b in pieces]
-        del loaded
-        block, start = last, stops[-1]
-
-
-def _block_ends(rows: Rows, shape: Shape) -> np.ndarray:
-    """Where each block ends: with its group or step, or after so many rows and with its section."""
-    unit = rows.group if shape is None else rows.window if shape == "step" else rows.section
-    if not len(rows):
-        return np.zeros(0, np.int64)
-    ends = np.append(np.flatnonzero(unit[1:] != unit[:-1]) + 1, len(rows))
-    if shape is None or shape == "step":
-        return ends
-    starts = np.concatenate([[0], ends[:-1]])
-    return np.concatenate(
-        [np.append(np.arange(a + shape, b, shape), b) for a, b in zip(starts, ends, strict=True)]
-    )
-
-
-def _load(
-    folder: Path, shards: Sequence[ShardInfo], rows: Rows, device: torch.device | None
-) -> dict[int, Loaded]:
-    """What is needed of each shard, in pinned memory if it goes to a GPU."""
-    numbers = np.unique(rows.shard).tolist()
-    loaded = {s: read_rows(folder, shards[s], np.unique(rows.row[rows.shard == s])) for s in numbers}
-    if device is None or device.type != "cuda":
-        return loaded
-    return {s: _mapped(read, lambda x: x.pin_memory()) for s, read in loaded.items()}
-
-
-def _moved(loaded: dict[int, Loaded], device: torch.device | None) -> dict[int, Loaded]:
-    if device is None or device.type == "cpu":
-        return loaded
-    return {s: _mapped(read, lambda x: x.to(device, non_blocking=True)) for s, read in loaded.items()}
-
-
-def _mapped(read: Loaded, function: Callable[[Tensor], Tensor]) -> Loaded:
-    """With a function of every array of a leaf."""
-
-    def each(packed: Packed) -> Packed:
-        return replace(packed, arrays=tuple(map(function, packed.arrays)), uses=tuple(map(each, packed.uses)))
-
-    leaves = {n: [(rows, each(packed)) for rows, packed in forms] for n, forms in read.leaves.items()}
-    return replace(read, leaves=leaves)
+    with ExitStack() as files:
+        opened = {s: files.enter_context(closing(open_shard(folder, shards[s]))) for s in shards_in(rows)}
+        wanted = wanted_rows(opened, rows)
+        loaded = {part: read_part(opened, wanted, part, uninitialized) for part in wanted}
+        if reading.device is not None:
+            loaded = {part: mapped(read, lambda x: x.to(reading.device)) for part, read in loaded.items()}
+        return _cut(shards, loaded, block_rows(opened, rows), built)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Piece:
-    """The rows of a block that one shard holds.
+    """The rows of a block that one slab holds.
 
     Attributes:
-        read: What was read of the shard.
-        row: Their positions in the shard.
+        read: What was read of the slab.
         place: Their places in `read`; a slice if these are neighbors.
         here: Their places in the block.
         block: Their blocks in the shard.
     """
 
     read: Loaded
-    row: Int[np.ndarray, " n"]
     place: Int[np.ndarray, " n"] | slice
     here: Int[np.ndarray, " n"]
     block: Int[np.ndarray, " n"]
 
 
-def _piece(read: Loaded, rows: Rows, shard: int) -> _Piece:
-    here = np.flatnonzero(rows.shard == shard)
+def _piece(read: Loaded, block: BlockRows, part: Part) -> _Piece:
+    rows = block.rows
+    here = np.flatnonzero((rows.shard == part[0]) & (block.slab == part[1]))
     row = rows.row[here]
     place = np.searchsorted(read.rows, row)
     neighbors = bool((np.diff(place) == 1).all())
     where = slice(int(place[0]), int(place[-1]) + 1) if neighbors else place
-    return _Piece(read, row, where, here, rows.block[here])
+    return _Piece(read, where, here, rows.block[here])
 
 
 def _cut(
-    shards: Sequence[ShardInfo], loaded: Mapping[int, Loaded], rows: Rows, built: frozenset[str]
+    shards: Sequence[ShardInfo], loaded: Mapping[Part, Loaded], block: BlockRows, built: frozenset[str]
 ) -> Gathered:
-    if len(np.unique(rows.section)) > 1:
+    rows = block.rows
+    if (rows.section != rows.section[0]).any():
         _refuse_parts(shards, rows)
     first = shards[rows.shard[0]]
     names = [first.leaves[number][0] for number in first.signatures[first.kinds[rows.block[0]]]]
-    pieces = [_piece(loaded[s], rows, s) for s in np.unique(rows.shard).tolist()]
-    return _examples(shards, rows, pieces), (
-        (name, _leaf(name, pieces, len(rows), name in built)) for name in names
-    )
+    pieces = [_piece(loaded[part], block, part) for part in block.parts]
+    return _examples(shards, rows, pieces), ((name, _leaf(name, pieces, name in built)) for name in names)
 
 
 def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
@@ -197,9 +133,11 @@ def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
 
 
 def _examples(shards: Sequence[ShardInfo], rows: Rows, pieces: Sequence[_Piece]) -> Examples:
-    order = torch.from_numpy(np.concatenate([p.here for p in pieces]).argsort())
-    weight = torch.cat([p.read.weight[p.place] for p in pieces])[order]
-    tokens = torch.cat([p.read.tokens[p.place] for p in pieces])[order]
+    order = _order(pieces)
+    weight = torch.cat([p.read.weight[p.place] for p in pieces])
+    tokens = torch.cat([p.read.tokens[p.place] for p in pieces])
+    if order is not None:
+        weight, tokens = weight[order], tokens[order]
     bits = np.concatenate([p.read.weight_bits[p.block] for p in pieces])
     known = np.concatenate([p.read.has_tokens[p.block] for p in pieces])
     first, b = shards[rows.shard[0]], rows.block[0]
@@ -214,26 +152,22 @@ def _examples(shards: Sequence[ShardInfo], rows: Rows, pieces: Sequence[_Piece])
     )
 
 
-def _leaf(name: str, pieces: Sequence[_Piece], rows: int, build: bool) -> Leaf:
-    """One leaf of a block, from what its shards hold in one form or another."""
-    found: dict[Form, list[Packed]] = {}
-    targets: dict[Form, list[np.ndarray]] = {}
+def _leaf(name: str, pieces: Sequence[_Piece], build: bool) -> Leaf:
+    """One leaf of a block, from what its slabs hold in one form or another."""
+    if len(pieces) == 1:
+        leaf = unpack(take_packed(pieces[0].read.leaves[name], pieces[0].place))
+        return materialize_leaf(leaf) if build else leaf
+    found: dict[Form, list[tuple[_Piece, Packed]]] = {}
     for piece in pieces:
-        for positions, packed in piece.read.leaves.get(name, ()):
-            place, here = piece.place, piece.here
-            if len(positions) != len(piece.read.rows):
-                at = np.searchsorted(positions, piece.row).clip(max=len(positions) - 1)
-                has = positions[at] == piece.row
-                place, here = at[has], here[has]
-            if not len(here):
-                continue
-            found.setdefault(packed.form, []).append(take_packed(packed, place))
-            targets.setdefault(packed.form, []).append(here)
-    order = [here for same in targets.values() for here in same]
-    if sum(map(len, order)) != rows:
-        raise ValueError(
-            f"open_store: leaf '{name}' is recorded for {sum(map(len, order))} of {rows} examples."
-        )
-    leaves = [unpack(concat_packed(same)) for same in found.values()]
+        packed = piece.read.leaves[name]
+        found.setdefault(packed.form, []).append((piece, take_packed(packed, piece.place)))
+    leaves = [unpack(concat_packed([packed for _, packed in same])) for same in found.values()]
     leaf = concat([materialize_leaf(leaf) for leaf in leaves] if build else leaves)
-    return leaf if len(order) == 1 else take(leaf, torch.from_numpy(np.concatenate(order).argsort()))
+    order = _order([piece for same in found.values() for piece, _ in same])
+    return leaf if order is None else take(leaf, order)
+
+
+def _order(pieces: Sequence[_Piece]) -> Tensor | None:
+    """Which of the rows of some pieces, one after another, is each row of the block; None if they are in order."""
+    here = np.concatenate([piece.here for piece in pieces])
+    return None if (here[1:] > here[:-1]).all() else torch.from_numpy(here.argsort())

@@ -6,14 +6,13 @@ date is read from the shards, which are complete in themselves, and the index is
 
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from attrax.core.schema import SCHEMA, Form, ShardInfo, form_from_json
+from attrax.core.schema import SCHEMA, ShardInfo, info_from_json, info_to_json, json_of
 from attrax.frontends.folder import INDEX, shard_sizes, write_index
-from attrax.frontends.shards import check_info, read_info
+from attrax.frontends.shards import read_info
 
 
 def shards_of(folder: Path, without: Collection[str] = ()) -> tuple[ShardInfo, ...]:
@@ -37,11 +36,11 @@ def shards_of(folder: Path, without: Collection[str] = ()) -> tuple[ShardInfo, .
 
 
 def _canonical(shards: Any) -> str:
-    return json.dumps(shards, separators=(",", ":"), sort_keys=True)
+    return json_of(shards, sort_keys=True)
 
 
 def _dumped(shards: tuple[ShardInfo, ...]) -> str:
-    text = _canonical([asdict(info) for info in shards])
+    text = _canonical([info_to_json(info) for info in shards])
     return f'{{"schema":{SCHEMA},"crc32":{zlib.crc32(text.encode())},"shards":{text}}}'
 
 
@@ -52,42 +51,6 @@ def _load(path: Path) -> dict[str, ShardInfo]:
         text = _canonical(content["shards"])
         if content["schema"] != SCHEMA or content["crc32"] != zlib.crc32(text.encode()):
             return {}
-        return {info.name: info for info in map(_info, content["shards"])}
+        return {info.name: info for info in map(info_from_json, content["shards"])}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-
-
-def _info(entry: Mapping[str, Any]) -> ShardInfo:
-    def items(name: str, *kinds: type) -> tuple[Any, ...]:
-        if not all(type(value) in kinds for value in entry[name]):
-            raise TypeError(name)
-        return tuple(entry[name])
-
-    def leaf(value: Sequence[Any]) -> tuple[str, Form]:
-        name, form = value
-        return str(name), form_from_json(form)
-
-    info = ShardInfo(
-        name=str(entry["name"]),
-        size=int(entry["size"]),
-        run=str(entry["run"]),
-        rank=int(entry["rank"]),
-        sequence=int(entry["sequence"]),
-        first=int(entry["first"]),
-        writer=str(entry["writer"]),
-        created=float(entry["created"]),
-        steps_done=None if entry["steps_done"] is None else int(entry["steps_done"]),
-        replaces=items("replaces", str),
-        ids=items("ids", str),
-        steps=items("steps", int),
-        micros=items("micros", int),
-        sizes=items("sizes", int),
-        fingerprints=items("fingerprints", str),
-        rates=items("rates", float, type(None)),
-        kinds=items("kinds", int),
-        signatures=tuple(tuple(int(number) for number in signature) for signature in entry["signatures"]),
-        leaves=tuple(leaf(value) for value in entry["leaves"]),
-        columns=items("columns", str),
-    )
-    check_info(info)
-    return info

@@ -1,9 +1,10 @@
-"""Write gradients to disk: a sink that packs blocks and puts whole shards into a store.
+"""Write gradients to disk: a sink that puts blocks into the files of a store.
 
-Shards are written by a thread while training goes on, until too much waits for the disk.  A shard is written under a
-temporary name in the store, flushed to the disk, and renamed; then the directory is flushed.  A process that dies, at
-any moment and in any way, loses the blocks since its last shard and nothing else: `Sink.flush` whenever a checkpoint is
-saved leaves nothing to lose.
+A block goes to the system before the sink returns, so that the training loop may change its memory; small blocks are
+copied and wait for others.  A thread flushes whole shards to the disk while training goes on, until too much waits for
+it.  A shard has a temporary name until it is on the disk; then it is renamed, and the directory is flushed.  A process
+that dies, at any moment and in any way, loses the blocks since its last shard and nothing else: `Sink.flush` whenever a
+checkpoint is saved leaves nothing to lose.
 
 Every opening of a store for writing begins a new run, unless it names one to continue.  A run has one writer per rank
 at a time, guarded by a lock on a file that the system releases when the process ends.  Where the file system has no
@@ -22,30 +23,25 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from attrax.core import Block, Examples, GradTree, Leaf, compact, tree_map
-from attrax.core.algebra import first_rows
-from attrax.core.leaves import Diagonal, Factorized, Grouped, Sum
-from attrax.core.schema import ARRAYS, Memory, Packed, Record, pack, packed_bytes, row_lengths
+from attrax.core import Block
 from attrax.core.tree import block_rows
 from attrax.frontends.background import Background
-from attrax.frontends.buffers import Buffers
 from attrax.frontends.folder import clear, lock, publish, sequences, shard_name, unlock
 from attrax.frontends.h5types import TYPES
 from attrax.frontends.merge import last_step
-from attrax.frontends.shards import read_info, write_shard
-
-Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[int | float] | Tensor]]
-KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]
+from attrax.frontends.newshard import NewShard
+from attrax.frontends.recording import Columns, KeepFactored, Record, record_of
+from attrax.frontends.shards import read_info
+from attrax.frontends.slabs import SLAB_BYTES
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -68,7 +64,7 @@ def store(
     *,
     shard_bytes: int = 64 * 2**20,
     shard_examples: int | None = None,
-    buffer_bytes: int = 64 * 2**20,
+    buffer_bytes: int = 256 * 2**20,
     dtype: torch.dtype | None = None,
     keep_factored: KeepFactored = False,
     columns: Columns | None = None,
@@ -81,10 +77,10 @@ def store(
 
     Args:
         path: Directory of the store; made if missing.
-        shard_bytes: A shard is written when this much is waiting.
-        shard_examples: Or when this many examples are.
-        buffer_bytes: Complete shards that wait for the disk take at most this much memory; beyond it, the call that
-            hands over a block waits.  0 waits for every shard.
+        shard_bytes: A shard is complete with this much.
+        shard_examples: Or with this many examples.
+        buffer_bytes: Complete shards that wait for the disk hold at most this much; beyond it, the call that ends a
+            shard waits.  0 waits for every shard.
         dtype: Store gradients in this dtype; as they come if omitted.
         keep_factored: Store rows (a, g) even where the gradient itself is smaller: Kronecker statistics and token
             scores need them.  True, or a function of name and leaf.
@@ -103,7 +99,7 @@ def store(
         ValueError: If the path or an option cannot be used, or the run has a writer already.
 
     >>> import tempfile
-    >>> from attrax.core import materialized
+    >>> from attrax.core import Examples, GradTree, materialized
     >>> from attrax.frontends.store import open_store
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with store(folder) as sink:
@@ -148,13 +144,12 @@ def store(
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    """Blocks that wait to be written, the name and attributes of their file, and the memory that they lie in."""
+class _Job:
+    """A shard that waits for the disk: its file, its name, and what its blocks do not tell."""
 
+    shard: NewShard
     name: str
-    header: Mapping[str, str | int | float]
-    records: Sequence[Record]
-    buffers: Sequence[Tensor]
+    header: Mapping[str, Any]
 
 
 def _floating() -> str:
@@ -162,7 +157,7 @@ def _floating() -> str:
 
 
 class Sink:
-    """Collects blocks and writes them as shards; made by `store`.
+    """Writes blocks as shards; made by `store`.
 
     Attributes:
         path: Directory of the store.
@@ -178,19 +173,20 @@ class Sink:
         self._sequence = max(sequences(path, run, rank), default=-1) + 1
         self._warn_of_lost_steps()
         self._waiting: list[Record] = []
-        self._buffers = Buffers()
+        self._shard: NewShard | None = None
+        self._columns: tuple[str, ...] | None = None
         self._bytes = self._examples = 0
-        self._shards = Background(self._write, options.buffer_bytes)
+        self._jobs = Background(self._write, options.buffer_bytes)
         self._process = os.getpid()
         self._open = True
         atexit.register(self.close)
 
     def __call__(self, block: Block) -> None:
-        """Take a block; hands a shard to the writing thread if enough is waiting.
+        """Take a block; its memory may be changed afterwards.
 
         Raises:
             ValueError: If the sink is closed or the block cannot be stored.
-            OSError: If an earlier shard could not be written; it and this block keep waiting.
+            OSError: If it or an earlier one could not be written; they keep waiting.
         """
         if not self._open or os.getpid() != self._process:
             raise ValueError(
@@ -199,19 +195,31 @@ class Sink:
             )
         if not block_rows(block):
             return
-        record = _record(block, self._options, self._buffers.array)
-        if self._waiting and self._waiting[0].columns.keys() != record.columns.keys():
+        options = self._options
+        examples = replace(block.examples, step=block.examples.step + (options.steps_done or 0))
+        record = record_of(
+            replace(block, examples=examples), options.dtype, options.keep_factored, options.columns
+        )
+        if self._columns not in (None, tuple(record.columns)):
             raise ValueError(
-                f"store: columns {list(record.columns)} differ from {list(self._waiting[0].columns)}."
+                f"store: columns {list(record.columns)} differ from {list(self._columns or ())}."
             )
+        self._columns = tuple(record.columns)
         self._waiting.append(record)
-        self._bytes += sum(packed_bytes(packed) for _, packed in record.leaves)
+        self._bytes += record.size
         self._examples += len(record.examples)
-        if self._bytes >= self._options.shard_bytes or self._examples >= self._options.shard_examples:
+        full = self._bytes >= self._options.shard_bytes or self._examples >= self._options.shard_examples
+        try:
+            if full or sum(r.size for r in self._waiting) >= SLAB_BYTES:
+                self._settle()
+        finally:
+            if self._waiting and self._waiting[-1] is record:
+                self._waiting[-1] = record.kept()
+        if full:
             size = self._bytes
-            self._shards.put(self._shard(), size)
+            self._jobs.put(self._ended(), size)
         else:
-            self._shards.check()
+            self._jobs.check()
 
     def flush(self) -> None:
         """Write what is waiting; returns when all of it is on the disk.
@@ -220,7 +228,8 @@ class Sink:
             OSError: If it cannot be written; it keeps waiting.
         """
         if os.getpid() == self._process:
-            self._shards.finish(self._shard() if self._waiting else None)
+            self._settle()
+            self._jobs.finish(self._ended() if self._shard else None)
 
     def close(self) -> None:
         """Write what is waiting and release the run; further calls do nothing.
@@ -235,36 +244,38 @@ class Sink:
         atexit.unregister(self.close)
         unlock(self.path, self.run, self.rank, self._lock)
 
-    def _shard(self) -> _Shard:
-        """The waiting blocks as the next shard."""
+    def _settle(self) -> None:
+        """Put the waiting blocks into the file of the shard."""
+        while self._waiting:
+            name = shard_name(self.run, self.rank, self._sequence, self._writer)
+            with _explained(self.path, name, self._examples):
+                self._shard = self._shard or NewShard(_temporary(self.path, name))
+                del self._waiting[: self._shard.put(self._waiting)]
+
+    def _ended(self) -> _Job:
+        """The shard, which takes no more blocks."""
+        assert self._shard is not None
         done = self._options.steps_done
-        header: dict[str, str | int | float] = {
+        header = {
             "run": self.run,
             "rank": self.rank,
             "sequence": self._sequence,
+            "first": self._sequence,
             "writer": self._writer,
             "created": time.time(),
-            "steps_done": -1 if done is None else done,
+            "steps_done": done,
+            "replaces": (),
         }
-        name = shard_name(self.run, self.rank, self._sequence, self._writer)
-        shard = _Shard(name, header, self._waiting, self._buffers.taken())
+        job = _Job(self._shard, shard_name(self.run, self.rank, self._sequence, self._writer), header)
         self._sequence += 1
-        self._waiting, self._bytes, self._examples = [], 0, 0
-        return shard
+        self._shard, self._columns, self._bytes, self._examples = None, None, 0, 0
+        return job
 
-    def _write(self, shard: _Shard) -> None:
-        temporary = self.path / f".{shard.name}.tmp"
-        try:
-            write_shard(temporary, shard.header, shard.records)
-            publish(temporary, self.path / shard.name)
-            self._buffers.give_back(shard.buffers)
-        except (OSError, RuntimeError) as error:
-            raise OSError(
-                f"store: shard '{shard.name}' could not be written to '{self.path}': {error}. Its "
-                f"{sum(len(r.examples) for r in shard.records)} examples are still waiting: make room and call flush()."
-            ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+    def _write(self, job: _Job) -> None:
+        with _explained(self.path, job.name, job.shard.examples):
+            job.shard.finish(job.header)
+            publish(job.shard.path, self.path / job.name)
+        job.shard.close()
 
     def _warn_of_lost_steps(self) -> None:
         done = self._options.steps_done
@@ -292,150 +303,19 @@ class Sink:
         return f"Sink('{self.path}', run '{self.run}', rank {self.rank}, {self._examples} examples waiting)"
 
 
-def _record(block: Block, options: Options, memory: Memory) -> Record:
-    """A block on the host: compacted, cast and packed."""
-    grads = block.grads if options.keep_factored is True else _compacted(block.grads, options.keep_factored)
-    examples = _on_host(block.examples)
-    grads = (
-        _on_host(grads)
-        if any(x.device.type != "cpu" for leaf in grads.leaves for x in _arrays(leaf))
-        else grads
-    )
-    examples = replace(examples, step=examples.step + (options.steps_done or 0))
-    for name, values in (("weight", examples.weight), ("tokens", examples.tokens)):
-        if values is not None and values.shape != (len(examples),):
-            raise ValueError(
-                f"store: {name} has shape {tuple(values.shape)}, the block has {len(examples)} examples."
-            )
-    leaves = tuple(
-        (name, pack(_cast(name, leaf, options.dtype), memory))
-        for name, leaf in zip(grads.names, grads.leaves, strict=True)
-    )
-    for name, packed in leaves:
-        _check(name, packed)
-    columns = _columns(examples, options.columns)
-    texts = [v for values in columns.values() if isinstance(values, tuple) for v in values]
-    _encodable([*examples.ids, examples.fingerprint, *grads, *columns, *texts])
-    return Record(tree_map(_copied, examples), leaves, columns)
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".{name}.tmp"
 
 
-def _compacted(grads: GradTree, keep: KeepFactored) -> GradTree:
-    """Every leaf in its smaller exact form; lengths of all leaves on a GPU are read in one transfer."""
-    rows = {
-        name: leaf
-        for name, leaf in zip(grads.names, grads.leaves, strict=True)
-        if isinstance(leaf, Factorized | Diagonal | Grouped) and leaf.calls == 1
-    }
-    longest = _on_host(
-        {
-            name: _longest(leaf.g) if leaf.g.is_cuda else row_lengths(leaf).max(initial=0)
-            for name, leaf in rows.items()
-        }
-    )
-
-    def shrink(name: str, leaf: Leaf) -> Leaf:
-        if callable(keep) and keep(name, leaf):
-            return leaf
-        length = max(1, int(longest[name])) if name in longest else None
-        return compact(leaf if length is None else first_rows(leaf, length))
-
-    return grads.map(shrink)
-
-
-def _longest(g: Tensor) -> Tensor:
-    """Number of rows up to the last one that is not zero for every example."""
-    used = (g != 0).any(-1).flatten(0, -2).any(0)
-    last = used * torch.arange(1, len(used) + 1, device=g.device)
-    return last.amax() if len(used) else last.sum()
-
-
-def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
-
-
-def _on_host(value: Any) -> Any:
-    """Copy to the host what lies on a GPU, all of it before waiting once."""
-    devices: set[torch.device] = set()
-
-    def move(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.is_cuda:
-            devices.add(x.device)
-        return x.detach().to("cpu", non_blocking=x.is_cuda)
-
-    moved = tree_map(move, value)
-    for device in devices:
-        torch.cuda.synchronize(device)
-    return moved
-
-
-def _arrays(leaf: Leaf) -> Iterator[Tensor]:
-    if isinstance(leaf, Sum):
-        for use in leaf.uses:
-            yield from _arrays(use)
-    for name in ARRAYS[type(leaf).__name__]:
-        yield getattr(leaf, name)
-
-
-def _cast(name: str, leaf: Leaf, dtype: torch.dtype | None) -> Leaf:
-    if dtype is None:
-        return leaf
-
-    def convert(x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.dtype == dtype:
-            return x
-        small = x.to(dtype)
-        if bool((small.isinf() & x.isfinite()).any()):
-            raise ValueError(
-                f"store: leaf '{name}': {dtype} holds numbers up to {torch.finfo(dtype).max:.3g}, the gradients reach "
-                f"{x.abs().max():.3g}. Store them as bfloat16, float32 or as they come."
-            )
-        return small
-
-    return tree_map(convert, leaf)
-
-
-def _check(name: str, packed: Packed) -> None:
-    for x in packed.arrays:
-        if x.dtype not in TYPES:
-            known = ", ".join(str(dtype) for dtype in TYPES)
-            raise ValueError(
-                f"store: leaf '{name}' is {x.dtype}, which cannot be stored; pass dtype=, one of {known}."
-            )
-    for use in packed.uses:
-        _check(name, use)
-    if "\0" in name:
-        raise ValueError(f"store: the leaf name {name!r} holds a zero byte.")
-
-
-def _columns(examples: Examples, columns: Columns | None) -> dict[str, Tensor | tuple[str, ...]]:
-    found = {name: _column(values) for name, values in (columns(examples) if columns else {}).items()}
-    for name, values in found.items():
-        known = isinstance(values, tuple) or values.dtype in TYPES
-        if not known or len(values) != len(examples) or "\0" in name:
-            raise ValueError(
-                f"store: column {name!r} holds {len(values)} values for {len(examples)} examples; give one text or one "
-                "number an example."
-            )
-    return found
-
-
-def _column(values: Sequence[str] | Sequence[int | float] | Tensor) -> Tensor | tuple[str, ...]:
-    if isinstance(values, Tensor):
-        return values.cpu()
-    texts = tuple(v for v in values if isinstance(v, str))
-    return texts if len(texts) == len(values) else torch.from_numpy(np.asarray(values, np.float64))
-
-
-def _encodable(texts: Iterable[str]) -> None:
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"store: {text!r} is not valid Unicode and cannot be stored: {error}."
-            ) from error
+@contextmanager
+def _explained(folder: Path, name: str, examples: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise OSError(
+            f"store: shard '{name}' could not be written to '{folder}': {error}. Its {examples} examples are still "
+            "waiting: make room and call flush()."
+        ) from error
 
 
 def _place() -> tuple[int, int]:

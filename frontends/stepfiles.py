@@ -9,7 +9,7 @@
         gradient          the gradient that the optimizer uses, if recorded
         state/<name>      the optimizer's state before the step, by torch's names
 
-Arrays are as in a shard of a store: chunked, checksummed, of their own dtype.
+Arrays are dense, of their own dtype, and have an attribute xxh3: the XXH3-64 of their bytes.
 """
 
 import json
@@ -34,7 +34,7 @@ from attrax.frontends.h5types import (
 )
 
 FORMAT = "attrax optimizer step"
-SCHEMA = 1
+SCHEMA = 2
 SUFFIX = ".step.h5"
 
 

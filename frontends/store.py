@@ -4,7 +4,7 @@ A store is a directory of HDF5 shards that any number of processes wrote; it is 
 order (`attrax.frontends.merge`), without a model, as often as needed and in bounded memory.  Reading takes no locks: a
 store that is being written shows its finished shards, and `Store.refresh` those finished since.
 
-    >>> import h5py, tempfile, torch
+    >>> import h5py, json, tempfile, torch
     >>> from attrax.core import Block, Examples, GradTree, factorized
     >>> leaf = factorized("fc.weight", torch.ones(2, 5, 3), torch.ones(2, 5, 4))
     >>> folder = tempfile.TemporaryDirectory()
@@ -18,8 +18,10 @@ store that is being written shows its finished shards, and `Store.refresh` those
 Plain h5py reads it too; the layout is in `attrax.core.schema`.
 
     >>> with h5py.File(next(sink.path.glob("*.shard.h5"))) as file:
-    ...     print(file["leaves/0"].attrs["name"].decode(), file["leaves/0/a"].shape, file["leaves/0/offsets"][:])
-    fc.weight (10, 3) [ 0  5 10]
+    ...     table = json.loads(file["table"][:].tobytes())
+    ...     a = file["data"][: 10 * 3 * 4].view("float32").reshape(10, 3)
+    >>> table["leaves"][0][0], table["lengths"], a[9].tolist()
+    ('fc.weight', [[5, 5]], [1.0, 1.0, 1.0])
     >>> folder.cleanup()
 """
 
@@ -38,12 +40,13 @@ from attrax.core import Block, Examples, GradTree
 from attrax.core.schema import Form, ShardInfo
 from attrax.core.source import Visit
 from attrax.frontends.frames import arrays, frame
-from attrax.frontends.gather import Reading, Shape, gather, stream
+from attrax.frontends.gather import gather, stream
 from attrax.frontends.index import shards_of
 from attrax.frontends.merge import Rows, gaps, merged, ordered, run_order
 from attrax.frontends.shards import read_column
 from attrax.frontends.sink import Sink as Sink
 from attrax.frontends.sink import store as store
+from attrax.frontends.windows import Reading, Shape
 
 T = TypeVar("T")
 
@@ -67,7 +70,8 @@ def open_store(
             gradient accumulation together and each example with its own weight; the blocks that were written if
             omitted.
         device: Where the leaves are put; the CPU if omitted.
-        prefetch: A thread reads this many windows (80 MiB, or one block if that is larger) ahead.
+        prefetch: How many windows (80 MiB, or one block if that is larger) the system is told to read ahead, at least
+            one.  On the way to a device a thread reads them, none unless asked for.
         without: Names of shards to leave out: those that `damages` finds, which cannot be read.
 
     Returns:
@@ -197,9 +201,9 @@ class Store:
         return replace(fresh, reading=self.reading)
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
-        """See `Source.map`; holds a window of 80 MiB, or one block if that is larger, and one leaf of a block.
+        """See `Source.map`; holds the slabs of a block: about 1 MiB of each shard, or a block as it was written.
 
-        Each window that is read ahead is held as well.
+        On the way to a device it holds a window (see `open_store`), and each window that is read ahead.
 
         Raises:
             ValueError: If a shard is damaged, or runs contradict each other.

@@ -1,5 +1,6 @@
 """What goes into a store comes out: every kind of leaf, every dtype, every id, and the same scores."""
 
+import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from attrax.core import (
     Block,
@@ -28,6 +30,8 @@ from attrax.core import (
     token_scores,
 )
 from attrax.frontends.store import open_store, store
+
+from .plain_h5py import slabs
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SPECIAL = torch.tensor([1.0, -0.0, 3.0e38, 1e-39, math.inf, math.nan, 1 / 3, 65536.0]).bfloat16()
@@ -97,8 +101,20 @@ def read(source) -> Any:
     ]
 
 
-def open_shard(folder) -> Any:
-    return h5py.File(next(folder.glob("*.shard.h5")))
+def shard(folder):
+    return next(folder.glob("*.shard.h5"))
+
+
+def table(folder) -> Any:
+    """What the only shard says of itself."""
+    with h5py.File(shard(folder)) as file:
+        text: Any = file["table"]
+        return json.loads(text[:].tobytes())
+
+
+def leaf(folder, wanted) -> Any:
+    """Arrays of a leaf in the first slab, read without attrax."""
+    return next(arrays for _, name, _, _, arrays in slabs(shard(folder)) if name == wanted)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -115,9 +131,8 @@ def test_special_values_of_bfloat16_keep_their_bits(tmp_path):
     assert torch.equal(
         open_.block(["x"]).grads["w"].w.view(torch.int16), SPECIAL.reshape(1, 8).view(torch.int16)
     )
-    with open_shard(tmp_path) as file:
-        plain = file["leaves/0/w"][0]
-    assert plain.dtype == np.float32 and math.copysign(1, plain[1]) == -1
+    plain = (leaf(tmp_path, "w")["w"][0].astype(np.uint32) << 16).view(np.float32)
+    assert math.copysign(1, plain[1]) == -1
     assert np.array_equal(plain, SPECIAL.float().numpy(), equal_nan=True)
 
 
@@ -196,69 +211,81 @@ def test_ids_and_names_are_text(tmp_path):
     open_ = write(tmp_path, make(ones, ids))
     assert open_.ids == tuple(ids) and list(open_.leaves) == names
     assert all(type(i) is str for i in open_.ids)
-    with open_shard(tmp_path) as file:
-        assert sorted(file["leaves"]) == ["0", "1", "2", "3", "4"]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".h5", ".json"]
 
 
 def test_plain_h5py_reads_a_shard(tmp_path, rng):
     block = make(every_kind(rng, torch.float32), ["a", "", "ü", "b"], step=3, weight=torch.ones(4))
     write(tmp_path, block, keep_factored=True)
-    with open_shard(tmp_path) as file:
-        assert (file.attrs["format"], file.attrs["schema"]) == (b"attrax gradient shard", 2)
-        data, ends = file["ids/utf8"][:].tobytes(), file["ids/offsets"][:]
-        ids = [data[a:b].decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
-        fc = next(group for group in file["leaves"].values() if group.attrs["name"] == b"fc.weight")
-        first, last = fc["offsets"][1:3]
-        a, g = fc["a"][first:last], fc["g"][first:last]
-        steps, weight = file["blocks/step"][:].tolist(), file["weight"][:].tolist()
-    leaf = block.grads["fc.weight"]
-    assert (ids, steps, weight) == (["a", "", "ü", "b"], [3], [1.0] * 4)
-    assert np.array_equal(a, leaf.a[1, :3]) and np.array_equal(g, leaf.g[1, :3])
+    with h5py.File(shard(tmp_path)) as file:
+        assert (file.attrs["format"], file.attrs["schema"]) == (b"attrax gradient shard", 3)
+        assert all(file[name].dtype == np.uint8 and not file[name].chunks for name in ("data", "table"))
+    ids, _, _, lengths, arrays = next(found for found in slabs(shard(tmp_path)) if found[1] == "fc.weight")
+    assert (ids, lengths) == (["a", "", "ü", "b"], list(LENGTHS))
+    assert np.array_equal(arrays["a"][5:8], block.grads["fc.weight"].a[1, :3])
+    assert np.array_equal(arrays["g"][5:8], block.grads["fc.weight"].g[1, :3])
+    assert (table(tmp_path)["steps"], table(tmp_path)["weight"]) == ([3], [1.0] * 4)
 
 
 def test_padding_is_not_stored(tmp_path, rng):
-    leaf = factorized("w", rows(rng, 64, padding=400), rows(rng, 64, padding=400))
-    write(tmp_path, make({"w": leaf}), keep_factored=True)
-    with open_shard(tmp_path) as file:
-        assert file["leaves/0/a"].shape == (sum(LENGTHS), 64)
+    padded = factorized("w", rows(rng, 64, padding=400), rows(rng, 64, padding=400))
+    write(tmp_path, make({"w": padded}), keep_factored=True)
+    assert leaf(tmp_path, "w")["a"].shape == (sum(LENGTHS), 64)
 
 
-def test_leaves_of_the_same_lengths_share_their_offsets(tmp_path, rng):
+def test_leaves_of_the_same_lengths_share_them(tmp_path, rng):
     a, g, other = rows(rng, 64), rows(rng, 64), rows(rng, 64)
     other[0] = 0
     leaves = {"v": factorized("v", a, g), "w": factorized("w", a, 2 * g), "x": factorized("x", a, other)}
     write(tmp_path, make(leaves), keep_factored=True)
-    with open_shard(tmp_path) as file:
-        v, w, x = (file[f"leaves/{n}/offsets"] for n in range(3))
-        assert v == w and v != x
+    found = table(tmp_path)
+    assert found["layouts"] == [[0, 0, 1]] and found["lengths"] == [list(LENGTHS), [0, *LENGTHS[1:]]]
 
 
-def test_rows_wider_than_a_chunk_come_back_bit_by_bit(tmp_path, rng):
+def test_rows_wider_than_a_piece_come_back_bit_by_bit(tmp_path, rng):
     wide = {"w": materialized("w", torch.randn(4, 3, 50_000, generator=rng))}
     found = write(tmp_path, make(wide)).block("wxyz").grads
     assert torch.equal(found["w"].w, wide["w"].w)
 
 
-def test_chunks_and_checksums(tmp_path):
+def test_every_quarter_of_a_mebibyte_has_a_checksum(tmp_path, rng):
     leaves = {
-        "rows": materialized("rows", torch.zeros(4000, 64)),
-        "wide": materialized("wide", torch.zeros(4000, 300)),
+        n: materialized(n, torch.randn(100, size, generator=rng)) for n, size in (("v", 7), ("w", 2000))
     }
-    write(
-        tmp_path,
-        make(leaves, map(str, range(4000))),
-        make({"huge": materialized("huge", torch.zeros(1, 1500, 1500))}, "x"),
-    )
-    with open_shard(tmp_path) as file:
-        found = []
-        file.visititems(lambda _, node: found.append(node) if isinstance(node, h5py.Dataset) else None)
-        assert all("xxh3" in dataset.attrs and dataset.chunks for dataset in found)
-        for name in "012":
-            dataset = file[f"leaves/{name}/w"]
-            size = math.prod(dataset.chunks) * dataset.dtype.itemsize
-            assert 2**16 <= size <= 2**22
-            assert dataset.id.get_storage_size() < 1.2 * dataset.nbytes
+    write(tmp_path, make(leaves, map(str, range(100))), make({"x": materialized("x", torch.ones(1, 9))}, "x"))
+    with h5py.File(shard(tmp_path)) as file:
+        plain: Any = file
+        data = plain["data"][:].tobytes()
+        assert int(plain["table"].attrs["xxh3"]) == xxh3_64_intdigest(plain["table"][:].tobytes())
+    first, second = table(tmp_path)["slabs"]
+    assert first["size"] == 2816 + 800_000 and second["size"] == 36 and len(first["xxh3"]) == 16 * 4
+    for slab in (first, second):
+        whole = data[slab["at"] : slab["at"] + slab["size"]]
+        assert slab["xxh3"] == "".join(
+            xxh3_64_hexdigest(whole[n : n + 2**18]) for n in range(0, len(whole), 2**18)
+        )
+        assert slab["at"] % 512 == 0
+
+
+def test_small_blocks_of_one_kind_share_a_slab(tmp_path, rng):
+    def block(n, names, size=50):
+        return make(
+            {x: materialized(x, torch.randn(2, size, generator=rng)) for x in names}, (f"{n}a", f"{n}b")
+        )
+
+    blocks = [
+        block(0, "vw"),
+        block(1, "vw"),
+        block(2, "v"),
+        block(3, "vw"),
+        block(4, "vw", 2**18),
+        block(5, "vw"),
+    ]
+    source = write(tmp_path, *blocks)
+    assert [slab["blocks"] for slab in table(tmp_path)["slabs"]] == [2, 1, 1, 1, 1]
+    for found, expected in zip(read(source), blocks, strict=True):
+        assert found.examples.ids == expected.examples.ids
+        assert all(torch.equal(found.grads[x].w, leaf.w) for x, leaf in expected.grads.items())
 
 
 def test_dtype_casts_and_refuses_to_overflow(tmp_path, rng):

@@ -13,6 +13,7 @@ from attrax.frontends import gather
 from attrax.frontends import sink as sinks
 from attrax.frontends.background import Background, ahead
 from attrax.frontends.store import open_store, store
+from attrax.frontends.windows import Reading
 
 
 def block(n) -> Block:
@@ -33,10 +34,10 @@ def waiting_threads():
 
 
 class Disk:
-    """Stands for `write_shard`: waits for `go` before it writes, or fails."""
+    """Stands for `publish`: waits for `go` before it flushes a shard to the disk, or fails."""
 
     def __init__(self, monkeypatch):
-        self.go, self.full, self.asked, real = threading.Event(), False, 0, sinks.write_shard
+        self.go, self.full, self.asked, real = threading.Event(), False, 0, sinks.publish
 
         def write(*args):
             self.asked += 1
@@ -45,7 +46,7 @@ class Disk:
                 raise OSError(28, "No space left on device")
             real(*args)
 
-        monkeypatch.setattr(sinks, "write_shard", write)
+        monkeypatch.setattr(sinks, "publish", write)
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_iteration():
 def test_an_error_ahead_is_raised_in_its_place(tmp_path):
     many(tmp_path, 4)
     source = open_store(tmp_path)
-    windows = gather.Reading(1, None, 2, window_bytes=1)
+    windows = Reading(1, None, 2, window_bytes=1)
     victim = sorted(tmp_path.glob("*.shard.h5"))[2]
     victim.unlink()
     stream = gather.stream(source.path, source.shards, source.rows, frozenset(), windows)

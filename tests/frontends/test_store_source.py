@@ -19,7 +19,8 @@ from attrax.core import (
     take,
 )
 from attrax.core.kronecker import kronecker_sums, merge
-from attrax.frontends import gather
+from attrax.frontends import windows
+from attrax.frontends.gather import stream
 from attrax.frontends.store import open_store, store
 from attrax.methods import ekfac, gradcos, graddot, self_influence, tracin
 from attrax.methods.along import Stepped
@@ -191,13 +192,13 @@ def test_further_columns(tmp_path):
 
 def test_memory_is_bounded_by_a_window_of_blocks(tmp_path, monkeypatch):
     read_at_once = []
-    real = gather.read_rows
-    monkeypatch.setattr(gather, "read_rows", lambda *args: read_at_once.append(len(args[2])) or real(*args))
+    real = windows.read_rows
+    monkeypatch.setattr(windows, "read_rows", lambda *args: read_at_once.append(len(args[2])) or real(*args))
     blocks = [make({"w": materialized("w", torch.full((1, 1024), float(n)))}, [str(n)]) for n in range(40)]
     open_ = write(tmp_path, *blocks)
-    reading = gather.Reading(window_bytes=5 * 4500)
-    windows = list(gather.stream(open_.path, open_.shards, open_.rows, frozenset(), reading))
-    assert len(windows) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
+    reading = windows.Reading(window_bytes=5 * 4500)
+    found = list(stream(open_.path, open_.shards, open_.rows, frozenset(), reading))
+    assert len(found) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
 
 
 def test_small_appends_and_scattered_reads_are_fast(tmp_path, rng):

@@ -11,13 +11,14 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, factorized, materialize_leaf, materialized, projected
 from attrax.core.projection import Projection
+from attrax.frontends import slabs
 from attrax.frontends.compaction import compact_store
 from attrax.frontends.damages import damages
-from attrax.frontends.h5types import write_strings
 from attrax.frontends.store import open_store, store
 
 from .plain_h5py import gradients
 from .test_store import assert_same, every_kind, make, read, write
+from .test_store_files import forge
 
 
 def shards(folder: Path) -> list[Path]:
@@ -49,8 +50,8 @@ def flip(path: Path, place: int) -> None:
 
 def place_of_rows(path: Path) -> int:
     with h5py.File(path) as file:
-        rows: Any = file["leaves/0/w"]
-        return rows.id.get_chunk_info(0).byte_offset
+        data: Any = file["data"]
+        return data.id.get_offset()
 
 
 def test_every_damaged_shard_is_named_and_the_others_can_be_read(tmp_path):
@@ -178,12 +179,8 @@ def test_a_hostile_shard_cannot_have_other_files_deleted(tmp_path):
     small(tmp_path / "in", 1)
     victim = tmp_path / "precious.shard.h5"
     victim.write_text("mine")
-    with h5py.File(shards(tmp_path / "in")[0], "r+") as file:
-        file.attrs["first"] = 0
-        write_strings(
-            file.create_group("replaces"), ["../precious.shard.h5", str(victim), "index.json", ".."]
-        )
-    (tmp_path / "in" / "index.json").unlink()
+    names = ["../precious.shard.h5", str(victim), "index.json", ".."]
+    forge(shards(tmp_path / "in")[0], lambda said: said.update(first=0, replaces=names))
     compact_store(tmp_path / "in")
     assert victim.read_text() == "mine" and (tmp_path / "in" / "index.json").exists()
 
@@ -256,3 +253,19 @@ def test_selecting_by_id_and_step_reads_only_those(tmp_path, rng):
     chosen = source.select(ids=["3999", "17", "2000", "2001"], steps=[0, 5])
     assert chosen.ids == ("17", "2000", "2001")
     assert np.array_equal(chosen.to_numpy()["w"], x[[17, 2000, 2001]])
+
+
+def test_an_example_costs_its_pieces_and_not_the_shard(tmp_path, rng, monkeypatch):
+    x, real, read = torch.randn(1000, 8192, generator=rng), slabs.read_bytes, []
+    source = write(
+        tmp_path, make({"w": materialized("w", x), "v": materialized("v", -x)}, map(str, range(1000)))
+    )
+
+    def read_bytes(descriptor, at, out):
+        read.append(len(out))
+        real(descriptor, at, out)
+
+    monkeypatch.setattr(slabs, "read_bytes", read_bytes)
+    found = source.block(["999", "500"]).grads
+    assert torch.equal(found["w"].w, x[[999, 500]]) and torch.equal(found["v"].w, -x[[999, 500]])
+    assert sum(read) <= 6 * 2**18

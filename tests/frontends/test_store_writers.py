@@ -14,6 +14,7 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, materialized
 from attrax.frontends import sink as sinks
+from attrax.frontends import slabs
 from attrax.frontends.store import open_store, store
 from attrax.methods import graddot
 
@@ -145,19 +146,100 @@ def test_a_full_disk_keeps_what_is_waiting(tmp_path, monkeypatch):
     sink = store(tmp_path)
     sink(block(0, 1))
 
-    def full(path, header, records):
-        path.write_bytes(b"half a file")
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sinks, "write_shard", full)
+        patch.setattr(slabs.os, "pwritev", full)
         for write_out in (sink.flush, sink.close):
             with pytest.raises(OSError, match="2 examples are still waiting"):
                 write_out()
-    assert not list(tmp_path.glob("*.h5*"))
+    assert not list(tmp_path.glob("*.shard.h5"))
     sink(block(2))
     sink.close()
     assert assert_exact(open_store(tmp_path)) == ["0", "1", "2"]
+
+
+def test_a_block_that_the_disk_did_not_take_may_be_changed_afterwards(tmp_path, monkeypatch):
+    sink, x = store(tmp_path), torch.randn(4, 2**17)
+    expected = x.clone()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slabs.os, "pwritev", full)
+        with pytest.raises(OSError, match="4 examples are still waiting"):
+            sink(Block(GradTree({"w": materialized("w", x)}), Examples(tuple("abcd"))))
+    x.zero_()
+    sink.close()
+    found: Any = open_store(tmp_path).block("abcd").grads
+    assert torch.equal(found["w"].w, expected)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_block_leaves_nothing_of_it(tmp_path, monkeypatch):
+    real, room = os.pwritev, 3
+
+    def tight(descriptor, pieces, at):
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, pieces, at)
+
+    x = torch.randn(3, 1, 2**20)
+    with store(tmp_path) as sink:
+        monkeypatch.setattr(slabs.os, "pwritev", tight)
+        for n in range(3):
+            with pytest.raises(OSError, match="still waiting"):
+                sink(Block(GradTree({"w": materialized("w", x[n])}), Examples((str(n),))))
+        monkeypatch.undo()
+    found: Any = open_store(tmp_path).block("012").grads
+    assert torch.equal(found["w"].w, x[:, 0])
+
+
+def test_a_flush_that_failed_writes_everything_again(tmp_path, monkeypatch):
+    """What the system reports once as lost it may forget: flushing again does not bring it to the disk."""
+    written: list[int] = []
+    real_publish, real_pwrite = sinks.publish, os.pwrite
+
+    def publish(*_):
+        raise OSError(5, "Input/output error")
+
+    def pwrite(descriptor, data, at):
+        written.append(len(data))
+        return real_pwrite(descriptor, data, at)
+
+    sink = store(tmp_path)
+    sink(Block(GradTree({"w": materialized("w", torch.ones(4, 2**17))}), Examples(tuple("abcd"))))
+    monkeypatch.setattr(sinks, "publish", publish)
+    with pytest.raises(OSError, match=r"Input/output error.*4 examples are still waiting"):
+        sink.flush()
+    monkeypatch.setattr(sinks, "publish", real_publish)
+    monkeypatch.setattr(slabs.os, "pwrite", pwrite)
+    sink.close()
+    assert written[:8] == [2**18] * 8
+    found: Any = open_store(tmp_path).block("abcd").grads
+    assert found["w"].w.all()
+
+
+def test_bytes_that_the_system_has_lost_are_not_taken_for_written(tmp_path, monkeypatch):
+
+    def refuse(*_):
+        raise OSError(5, "Input/output error")
+
+    sink = store(tmp_path)
+    sink(Block(GradTree({"w": materialized("w", torch.ones(4, 2**17))}), Examples(tuple("abcd"))))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            sink.flush()
+    with next(tmp_path.glob("*.tmp")).open("r+b") as file:
+        file.seek(2**19)
+        file.write(bytes(9))
+    with pytest.raises(OSError, match="the system has lost bytes"):
+        sink.close()
+    assert not list(tmp_path.glob("*.shard.h5"))
 
 
 def test_a_reader_sees_finished_shards_and_later_ones_after_a_refresh(tmp_path):
