@@ -1,4 +1,8 @@
-"""Unmodified trainers of TRL inside a capture."""
+"""Unmodified trainers of TRL inside a capture.
+
+They compute log-probabilities in float32 whatever the model's dtype, so that all models here are in float32: captured
+gradients are held to float64 autograd of one example at a time as `assert_rounded` says.
+"""
 
 import copy
 from typing import Any
@@ -78,17 +82,17 @@ def assert_token_means(blocks: list[Block]) -> None:
 
 
 def test_sft_in_bfloat16(tmp_path):
-    """TRL's own default, also on a CPU: factors have eight bits, sums do not."""
+    """TRL's own default, also on a CPU: errors against float64 are at most twice those of bfloat16 autograd itself."""
 
     def train(model: Any) -> Any:
         trainer = sft(model, tmp_path, bf16=True, max_steps=5)
         return trainer.train, trainer_options(trainer)
 
     def loss(model: Any, row: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.float32):
             return label_losses(model, row)
 
-    check, _ = trained_alike(llama, train, lambda model: Check(llama(), loss, within=0.04))
+    check, _ = trained_alike(llama, train, lambda model: Check(llama(), loss))
     assert_token_means(check.blocks)
 
 
@@ -114,9 +118,7 @@ def test_sft_without_padding(options, tmp_path):
         trainer = sft(model, tmp_path, max_steps=4, **options)
         return trainer.train, trainer_options(trainer)
 
-    check, _ = trained_alike(
-        llama, train, lambda model: Check(llama(), label_losses, one_document, within=2e-6)
-    )
+    check, _ = trained_alike(llama, train, lambda model: Check(llama(), label_losses, one_document))
     assert any(len(b.examples) > 2 for b in check.blocks)
     assert_token_means(check.blocks)
 
@@ -179,7 +181,7 @@ def test_dpo(options, tmp_path):
         trainer = dpo(model, tmp_path, **options)
         return trainer.train, trainer_options(trainer)
 
-    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss, one_pair, within=2e-6))
+    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss, one_pair))
     assert running.coverage.share == 1
     for block in check.blocks:
         c, n = known(block)
@@ -226,7 +228,7 @@ def test_grpo(kind, tmp_path):
         real = row["input_ids"][row["attention_mask"].bool()].tolist()
         return real == sample["prompt_ids"] + sample["completion_ids"]
 
-    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss, within=2e-6))
+    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss))
     assert running.coverage.share == 1
     rows = made[-1].rows
     assert [s["id"] for s in rows] == [i for b in check.blocks for i in b.examples.ids]
