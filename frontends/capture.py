@@ -35,6 +35,7 @@ from attrax.frontends.observed import overflows
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
+from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.steps import Discards, Steps
@@ -44,6 +45,7 @@ from attrax.frontends.trajectory import Recorder
 
 Sink = Callable[[Block], object]
 Ids = Callable[[Mapping[str, Any]], Sequence[str]]
+Weighed = Callable[[Sequence[Factors], Mapping[str, float]], None]
 _PATIENCE = 64
 
 
@@ -176,17 +178,15 @@ class Capture:
                     "capture: examples= was given, but the model as a whole runs under reentrant activation "
                     "checkpointing. Use checkpoint(..., use_reentrant=False)."
                 )
-            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
+            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}}
             run.found["directions"] = self.directions
         if "together" in run.notes:
             leaf = together(leaf, run.notes["together"])
         run.found["bad"][name] = nonfinite_examples(leaf)
-        if self.after_backward:
-            run.found["whole"][name] = leaf
         if self._sums is not None:
             self._sums.add(name, leaf)
-        transform = None if run.found["directions"] else self.transform
-        changed = leaf if transform is None else transform(name, leaf)
+        late = run.found["directions"] is not None or self.after_backward
+        changed = leaf if late or self.transform is None else self.transform(name, leaf)
         if changed is not None:
             run.found["leaves"][name] = changed
 
@@ -207,32 +207,56 @@ class Capture:
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
         found = merged([run.found for run in runs if run.found])
-        if self.after_backward and found:
-            event = self._event(runs, found)
-            for callback in self.after_backward:
-                callback(event)
+        blocks = self._called(runs, found)
         self._first = False
         self._discards.remember(self._steps.parameters())
-        for x in found:
-            block = self._without_nonfinite(Block(GradTree(x["leaves"]), x["examples"]), x["bad"])
-            if x["directions"] is None:
-                self._pending.append(block)
-            else:
+        for block, x in zip(blocks, found, strict=True):
+            block = self._without_nonfinite(block, x["bad"])
+            if x["directions"] is not None:
                 self._moves.waiting.add(block, x["directions"])
+            elif not len(block.examples):
+                continue
+            elif self.after_backward and self.transform is not None:
+                self._pending.append(replace(block, grads=block.grads.map(self.transform)))
+            else:
+                self._pending.append(block)
         self._moves.left_behind(self._steps.step, self.transform)
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
 
-    def _event(self, runs: list[Pass], found: list[Found]) -> BackwardEvent:
+    def _called(self, runs: list[Pass], found: list[Found]) -> list[Block]:
+        """The blocks of a backward, as the callbacks have left their examples in `.grad`."""
+        blocks = [Block(GradTree(x["leaves"]), x["examples"]) for x in found]
+        changes: list[tuple[Sequence[Factors], Mapping[str, float]]] = []
+        if self.after_backward and found:
+            event = self._event(runs, blocks, lambda now, earlier: changes.append((now, earlier)))
+            for callback in self.after_backward:
+                callback(event)
+        if len(changes) > 1:
+            raise RuntimeError(
+                "capture: two functions of after_backward= have changed the gradients of one backward, each as if it "
+                "were the only one. Pass one, with a rule that decides for both."
+            )
+        for now, earlier in changes:
+            if any(r != 1 for r in earlier.values()):
+                self._pending = [rescaled(block, earlier) for block in self._pending]
+                self._moves.waiting.rescale(earlier)
+            for i, (x, factors) in enumerate(zip(found, now, strict=True)):
+                blocks[i], used = reweighed(blocks[i], factors)
+                x["bad"] = {name: flags[used.to(flags.device)] for name, flags in x["bad"].items()}
+        return blocks
+
+    def _event(self, runs: list[Pass], blocks: list[Block], weighed: Weighed) -> BackwardEvent:
         return BackwardEvent(
             self._steps.step,
-            tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found),
+            tuple(blocks),
             self.model,
             self,
             self._first,
             any(run.inputs.get("num_items_in_batch") is not None for run in runs),
             runs[0].notes.get("averaging"),
+            weighed,
         )
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
@@ -367,7 +391,8 @@ def capture(
         model: The model being trained (not compiled; put the context around `torch.compile` instead).  In data parallel
             training, each process captures its own examples; names are those of the model inside the wrapper.
         sinks: Functions of a `Block`: a list's `append`, `attrax.store(path)`, your own.  Closed on exit if they can.
-        after_backward: Functions of a `BackwardEvent`, called when a backward is over; they hold its whole gradients.
+        after_backward: Functions of a `BackwardEvent`, called when a backward is over; they hold its whole gradients,
+            which are transformed only then.
         before_step: Functions of a `StepEvent`, called right before each optimizer step; see `probe`.
         transform: ``(name, leaf) -> leaf``, run inside the backward hooks (e.g. `attrax.projected`).
         include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
