@@ -27,6 +27,7 @@ from attrax.core import (
     Source,
     Target,
     collect,
+    covers,
     directed,
     gram_leaf,
     norms,
@@ -137,12 +138,15 @@ def _cosines(
         return source if how.projection is None else transformed(source, projected(how.projection))
 
     def measure(name: str, leaf: Leaf, _: Examples) -> Tensor:
+        norm = sq_norms_leaf(leaf, name=name, hardware=how.hardware).unsqueeze(1)
+        if name not in queries.grads and not set(covers(leaf)) - set(queries.examples.absent):
+            return torch.cat([norm.new_zeros(len(norm), len(lengths)), norm], 1)
         if name not in queries.grads:
             raise ValueError(
                 f"less: train leaf '{name}' has no query gradient; capture both with one selection."
             )
         dots = gram_leaf(leaf, queries.grads[name], name=name, hardware=how.hardware)
-        return torch.cat([dots, sq_norms_leaf(leaf, name=name, hardware=how.hardware).unsqueeze(1)], 1)
+        return torch.cat([dots, norm], 1)
 
     queries = collect(seen(query), operation="less")
     rules = {name: _rule(o, how.variant) for name, o in record.optimizers.items()}

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import CPU, Hardware, Mask, Scores, Source, aggregate, projected, transformed
+from attrax.core import CPU, Hardware, Mask, Scores, Source, aggregate, covers, projected, transformed
 from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.trajectory import Step, Trajectory
@@ -88,18 +88,32 @@ def _influence(
     hardware: Hardware,
 ) -> Scores:
     queries = at_the_end(query, "trajectory_influence")
-    respond = _responding(trajectory, curvature, unit, hardware)
-    products = sweep(_complete(trajectory), by_parameter(queries.grads), respond)
+    met: set[str] = set()
+    respond = _responding(trajectory, curvature, unit, hardware, met)
+    absent = queries.examples.absent
+    products = sweep(_complete(trajectory), by_parameter(queries.grads), respond, absent)
     about = {"method": "trajectory_influence", "target": "as_trained", "unit": "loss", "removal": removal}
     about |= {"curvature": f"fisher of {unit}" if curvature == "fisher" else "hessian"}
-    return collected((removed(rows, removal) for rows in products), queries.examples, about)
+    found = collected((removed(rows, removal) for rows in products), queries.examples, about)
+    if unmet := sorted(set(by_parameter(queries.grads)) - met):
+        raise ValueError(
+            f"trajectory_influence: only the query gradients hold {unmet[:5]}. Capture both with one selection."
+        )
+    return found
 
 
 def _responding(
-    trajectory: Trajectory, curvature: Literal["fisher"] | Hvp, unit: FisherUnit, hardware: Hardware
+    trajectory: Trajectory,
+    curvature: Literal["fisher"] | Hvp,
+    unit: FisherUnit,
+    hardware: Hardware,
+    met: set[str],
 ) -> Respond:
+    """Products with the examples of recorded blocks; `met` receives the parameters that these hold."""
+
     def respond(record: Step, rho: Vectors) -> tuple[Rows, Vectors]:
         blocks = held(trajectory.gradients(record.step))
+        met.update(n for block in blocks for leaf in block.grads.values() for n in covers(leaf))
         found = [contracted(block, rho, hardware) for block in blocks]
         rows = [(block.examples, x) for block, x in zip(blocks, found, strict=True)]
         if curvature != "fisher":

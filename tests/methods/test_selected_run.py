@@ -43,7 +43,7 @@ def net() -> nn.Module:
 
 def trained(model: nn.Module, weights: dict[tuple[int, int], Tensor] | None = None) -> nn.Module:
     """Two micro-batches a step, the mean of each divided by two; clipped by norm; or with the weights given."""
-    moving = torch.optim.AdamW(model.parameters(), lr=0.05)
+    moving = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4)
     for step, data in BATCHES.items():
         for micro, each in enumerate(data):
             losses = nn.functional.cross_entropy(model(each["x"]), each["y"], reduction="none")
