@@ -31,7 +31,7 @@ from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
-from attrax.frontends.observed import overflows
+from attrax.frontends.observed import overflows, stepping_scaler
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
@@ -277,6 +277,7 @@ class Capture:
         if self._steps.moves(optimizer):
             self._end_step()
         self._check_captured()
+        self._check_scale()
         self._check_selection()
         self._warn_of_early()
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
@@ -336,6 +337,15 @@ class Capture:
             "the model compiled before, is another copy of it trained, does a parent call layer.forward(), or were the "
             "gradients made by torch.autograd.grad?"
         )
+
+    def _check_scale(self) -> None:
+        """A loop that scales a loss of its own has to say so."""
+        scaler = stepping_scaler() if self._normalization.assumes_no_scale else None
+        if scaler is not None and scaler.get_scale() != 1:
+            raise RuntimeError(
+                f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
+                "gradient, but the loss is computed outside of the model and the capture was not told. Pass scaler=."
+            )
 
     def _warn_of_early(self) -> None:
         """The first optimizer is about to step: which blocks have not waited for it."""
@@ -404,8 +414,8 @@ def capture(
             ``(inputs, examples) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
             and divides it (gradient accumulation) passes the function, its scale in c.
-        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  Also
-            needed to record the clipping of a `trajectory` under loss scaling.
+        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  A
+            loop that has one and does not pass it is stopped at its first step.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.  Calls of the model
             in one backward whose ids agree, all of them in order, are of the same examples: one block, gradients added.
         examples: ``(inputs, rows) -> example of each row`` [rows] or of each position [rows, positions], -1 for none,

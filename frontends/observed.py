@@ -4,6 +4,7 @@ Nobody has to say how a loop clips: a gradient that was clipped by norm, or unsc
 left in `.grad`, and the factor is a ratio of norms.
 """
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -82,6 +83,17 @@ def clip_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], scale: fl
         return Clip(1.0, 0.0) if left == 0 else None
     even = (second - first * (left / total)).abs().max() <= 1e-3 * left
     return Clip(left / total * scale, total / scale) if bool(even) else None
+
+
+def stepping_scaler() -> torch.amp.GradScaler | None:
+    """The `GradScaler` whose ``step`` has called the optimizer that steps now, if any."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.amp.GradScaler):
+            return owner if owner.is_enabled() else None
+        frame = frame.f_back
+    return None
 
 
 def processes() -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from attrax.core import Clip, GradTree, Recorded, Step, Trajectory, aggregate, step, stored
+from attrax.core import Block, Clip, GradTree, Recorded, Step, Trajectory, aggregate, step, stored
 from attrax.frontends import capture, open_store, open_trajectory, read_optimizer, record, store
 from attrax.frontends.stepfiles import read_step, step_path, write_step
 from attrax.frontends.trajectory import Recorder
@@ -184,6 +184,31 @@ def test_steps_that_a_scaler_leaves_out_leave_no_record(fused: bool, tmp_path: P
     assert [found.step(n).unused for n in found.steps] == [(), (0,), ()]
     assert_replays(found, model)
     assert_adds_up(found)
+
+
+def scaled_loop(model: nn.Module, data: Any, scaler: torch.amp.GradScaler, loss: Any) -> None:
+    moving = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(loss(model, data)).backward()
+    scaler.unscale_(moving)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    scaler.step(moving)
+    scaler.update()
+
+
+def test_a_scaler_that_nobody_mentioned_is_seen(rng: torch.Generator) -> None:
+    """Where the model's own loss carries the scale it is divided out; else the loop is stopped."""
+    steps, blocks = list[Step](), list[Block]()
+    model, scaler = seeded(LossLM), torch.amp.GradScaler("cpu", init_scale=64.0)
+    with capture(model, sinks=[blocks.append], trajectory=record(steps.append)):
+        scaled_loop(model, documents(rng, [5, 3]), scaler, own_loss)
+    assert steps[0].share == 1 / 64
+    assert_adds_up(Recorded(steps, blocks), active=True)
+    model = seeded(MLP)
+    with (
+        capture(model, loss="example_mean"),
+        pytest.raises(RuntimeError, match="GradScaler multiplies the loss by 64"),
+    ):
+        scaled_loop(model, classes(rng), scaler, mean_ce)
 
 
 def test_clipping_by_value_is_not_taken_for_clipping_by_norm(tmp_path: Path) -> None:
