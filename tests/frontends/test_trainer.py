@@ -306,6 +306,14 @@ def test_a_callback_is_closed_after_an_exception(tmp_path):
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_a_callback_whose_store_is_closed_does_not_train_again(tmp_path):
+    made = trainer(llama(), tmp_path, 1, max_steps=1)
+    made.add_callback(trainer_callback("transformers", sinks=[store(tmp_path / "kept")]))
+    made.train()
+    with pytest.raises(RuntimeError, match="its store was closed when the training before ended"):
+        made.train()
+
+
 class Fails(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:

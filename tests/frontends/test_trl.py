@@ -16,7 +16,7 @@ from torch import Tensor
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from attrax.core import Block
-from attrax.frontends import capture, documents, trainer_options
+from attrax.frontends import capture, documents, open_store, store, trainer_options
 from attrax.frontends.trainers import Samples
 
 from .loops import known
@@ -211,7 +211,7 @@ def grpo(model: Any, path: Any, **options: Any) -> Any:
     "kind", ["dapo", *(pytest.param(k, marks=slow) for k in ("grpo", "bnpo", "dr_grpo"))]
 )
 def test_grpo(kind, tmp_path):
-    """Samples are generated within the step; a table beside the gradients says what each was worth."""
+    """Samples are generated within the step; columns of the store say what each was worth."""
     made: list[Samples] = []
 
     def train(model: Any) -> Any:
@@ -221,21 +221,28 @@ def test_grpo(kind, tmp_path):
         return trainer.train, {**trainer_options(trainer), "after_backward": made[-1:]}
 
     def loss(model: Any, row: Any) -> Tensor:
-        worth = next(s["advantage"] for s in made[-1].rows[::-1] if same(s, row))
+        real = [str(i) for i in row["input_ids"][row["attention_mask"].bool()].tolist()]
+        seen = list(made[-1].waiting.values())[::-1]
+        worth = next(
+            s["advantage"] for s in seen if [*s["prompt_ids"].split(), *s["completion_ids"].split()] == real
+        )
         return worth * label_losses(model, row)
 
-    def same(sample: Any, row: Any) -> bool:
-        real = row["input_ids"][row["attention_mask"].bool()].tolist()
-        return real == sample["prompt_ids"] + sample["completion_ids"]
-
-    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss))
+    kept: list[Block] = []
+    with store(tmp_path / "kept", columns=lambda examples: made[-1].columns(examples)) as sink:
+        check, running = trained_alike(
+            llama, train, lambda model: Check(llama(), loss), sinks=[kept.append, sink]
+        )
     assert running.coverage.share == 1
-    rows = made[-1].rows
-    assert [s["id"] for s in rows] == [i for b in check.blocks for i in b.examples.ids]
-    assert len({round(s["advantage"], 3) for s in rows}) > 3
-    text = lambda s: tokenizer().decode(s["completion_ids"], skip_special_tokens=True)  # noqa: E731
-    assert [s["reward:reward"] for s in rows] == pytest.approx([reward([text(s)])[0] for s in rows])
-    assert [len(s["completion_ids"]) for s in rows] == [n for b in check.blocks for n in known(b)[1].tolist()]
+    found = open_store(tmp_path / "kept")
+    assert list(found.ids) == [i for b in kept for i in b.examples.ids] and not made[-1].waiting
+    table = {name: found.column(name) for name in found.columns}
+    assert len({round(float(a), 3) for a in table["advantage"]}) > 3
+    texts = [[int(i) for i in ids.split()] for ids in table["completion_ids"]]
+    worth = [reward([tokenizer().decode(ids, skip_special_tokens=True)])[0] for ids in texts]
+    assert table["reward:reward"].tolist() == pytest.approx(worth)  # type: ignore[union-attr]
+    assert [len(ids) for ids in texts] == [n for b in kept for n in known(b)[1].tolist()]
+    assert check.checked
 
 
 def test_generation_within_a_loop_is_not_run_again(rng):
