@@ -64,6 +64,16 @@ def scale_examples(leaf: Leaf, scale: Float[Tensor, " B"] | None) -> Leaf:
     return on_gradient(leaf, scaled)
 
 
+def zeros_like(leaf: T, examples: int) -> T:
+    """A leaf of some examples whose gradients are zero: what a block without this leaf says of it.
+
+    >>> from attrax.core import diagonal
+    >>> zeros_like(diagonal("b", torch.ones(4, 2, 1), torch.ones(4, 2, 3)), 1).g.sum()
+    tensor(0.)
+    """
+    return tree_map(lambda x: x.new_zeros(examples, *x.shape[1:]), leaf)
+
+
 def pad_rows(leaf: T, rows: int) -> T:
     """Append zero rows to every call of a factored leaf until T >= `rows`; gradients stay the same."""
     if isinstance(leaf, Materialized):

@@ -17,8 +17,8 @@ from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from attrax.core.algebra import concat, scale_examples
-from attrax.core.leaves import Leaf
+from attrax.core.algebra import concat, scale_examples, zeros_like
+from attrax.core.leaves import Leaf, covers
 from attrax.core.ranks import ALONE, Ranks
 from attrax.core.reduce import materialize_leaf
 from attrax.core.tree import Block, Examples, GradTree, Target, concat_examples, target_scale
@@ -298,18 +298,25 @@ def collect(source: Source, transform: Transform | None = None, *, operation: st
 
 
 def join(blocks: list[Block]) -> Block:
-    """Blocks with the same leaves as one block, shorter examples padded with zero rows.
+    """Blocks of one source as one block, shorter examples padded with zero rows.
+
+    A leaf that only some blocks hold is zero in the others: its layer was not called there.
 
     Raises:
-        ValueError: If blocks hold different leaves.
+        ValueError: If blocks hold the same parameters in different leaves.
     """
-    names = list(blocks[0].grads)
-    for block in blocks:
-        if set(block.grads) != set(names):
-            raise ValueError(
-                f"join: blocks hold different leaves: {sorted(set(block.grads) ^ set(names))[:5]}."
-            )
-    grads = GradTree({n: concat(_one_form([block.grads[n] for block in blocks])) for n in names})
+    first = {n: leaf for block in reversed(blocks) for n, leaf in block.grads.items()}
+
+    def of(block: Block, name: str) -> Leaf:
+        if name in block.grads:
+            return block.grads[name]
+        other = {n for leaf in block.grads.values() for n in covers(leaf)}
+        if shared := sorted(other.intersection(covers(first[name]))):
+            raise ValueError(f"join: blocks hold parameters {shared[:5]} in different leaves.")
+        return zeros_like(first[name], len(block.examples))
+
+    names = dict.fromkeys(n for block in blocks for n in block.grads)
+    grads = GradTree({n: concat(_one_form([of(block, n) for block in blocks])) for n in names})
     return Block(grads, concat_examples([block.examples for block in blocks]))
 
 

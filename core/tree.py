@@ -72,6 +72,7 @@ class Examples:
         tokens: n [B], loss terms (predicted tokens) of each example, or None if unknown.
         fingerprint: Identifies the parameter values; equal fingerprints mean equal parameters.
         learning_rate: Learning rate of the step, or None outside training.
+        absent: Selected parameters that were not reached: their gradients are zero, and there is no leaf.
     """
 
     ids: tuple[str, ...]
@@ -81,6 +82,7 @@ class Examples:
     tokens: Int[Tensor, " B"] | None = None
     fingerprint: str = ""
     learning_rate: float | None = None
+    absent: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -95,7 +97,9 @@ class Block:
 
 
 register_value(
-    Examples, arrays=("weight", "tokens"), static=("ids", "step", "micro", "fingerprint", "learning_rate")
+    Examples,
+    arrays=("weight", "tokens"),
+    static=("ids", "step", "micro", "fingerprint", "learning_rate", "absent"),
 )
 # `register_value` stores arrays before static fields; unflatten sets them by name, so field order is free.
 register_value(Block, arrays=("grads", "examples"))
@@ -148,6 +152,8 @@ def target_scale(examples: Examples, target: Target) -> Float[Tensor, " B"] | No
 def concat_examples(parts: Sequence[Examples]) -> Examples:
     """Join the examples of several blocks of one step; the fields they share must agree.
 
+    Absent is what all parts lack.
+
     Raises:
         ValueError: If fingerprints differ.
     """
@@ -165,6 +171,7 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
         join([part.tokens for part in parts]),
         parts[0].fingerprint,
         parts[0].learning_rate,
+        tuple(n for n in parts[0].absent if all(n in part.absent for part in parts)),
     )
 
 

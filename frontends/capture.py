@@ -31,10 +31,11 @@ from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
-from attrax.frontends.observed import overflows
+from attrax.frontends.observed import overflows, stepping_scaler
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
+from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.sink import Sink as Files
@@ -46,6 +47,7 @@ from attrax.frontends.trajectory import Recorder
 
 Sink = Callable[[Block], object]
 Ids = Callable[[Mapping[str, Any]], Sequence[str]]
+Weighed = Callable[[Sequence[Factors], Mapping[str, float]], None]
 _PATIENCE = 64
 
 
@@ -184,17 +186,15 @@ class Capture:
                     "capture: examples= was given, but the model as a whole runs under reentrant activation "
                     "checkpointing. Use checkpoint(..., use_reentrant=False)."
                 )
-            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}, "whole": {}}
+            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}}
             run.found["directions"] = self.directions
         if "together" in run.notes:
             leaf = together(leaf, run.notes["together"])
         run.found["bad"][name] = nonfinite_examples(leaf)
-        if self.after_backward:
-            run.found["whole"][name] = leaf
         if self._sums is not None:
             self._sums.add(name, leaf)
-        transform = None if run.found["directions"] else self.transform
-        changed = leaf if transform is None else transform(name, leaf)
+        late = run.found["directions"] is not None or self.after_backward
+        changed = leaf if late or self.transform is None else self.transform(name, leaf)
         if changed is not None:
             run.found["leaves"][name] = changed
 
@@ -215,32 +215,56 @@ class Capture:
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
         found = merged([run.found for run in runs if run.found])
-        if self.after_backward and found:
-            event = self._event(runs, found)
-            for callback in self.after_backward:
-                callback(event)
+        blocks = self._called(runs, found)
         self._first = False
         self._discards.remember(self._steps.parameters())
-        for x in found:
-            block = self._without_nonfinite(Block(GradTree(x["leaves"]), x["examples"]), x["bad"])
-            if x["directions"] is None:
-                self._pending.append(block)
-            else:
+        for block, x in zip(blocks, found, strict=True):
+            block = self._without_nonfinite(block, x["bad"])
+            if x["directions"] is not None:
                 self._moves.waiting.add(block, x["directions"])
+            elif not len(block.examples):
+                continue
+            elif self.after_backward and self.transform is not None:
+                self._pending.append(replace(block, grads=block.grads.map(self.transform)))
+            else:
+                self._pending.append(block)
         self._moves.left_behind(self._steps.step, self.transform)
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
 
-    def _event(self, runs: list[Pass], found: list[Found]) -> BackwardEvent:
+    def _called(self, runs: list[Pass], found: list[Found]) -> list[Block]:
+        """The blocks of a backward, as the callbacks have left their examples in `.grad`."""
+        blocks = [Block(GradTree(x["leaves"]), x["examples"]) for x in found]
+        changes: list[tuple[Sequence[Factors], Mapping[str, float]]] = []
+        if self.after_backward and found:
+            event = self._event(runs, blocks, lambda now, earlier: changes.append((now, earlier)))
+            for callback in self.after_backward:
+                callback(event)
+        if len(changes) > 1:
+            raise RuntimeError(
+                "capture: two functions of after_backward= have changed the gradients of one backward, each as if it "
+                "were the only one. Pass one, with a rule that decides for both."
+            )
+        for now, earlier in changes:
+            if any(r != 1 for r in earlier.values()):
+                self._pending = [rescaled(block, earlier) for block in self._pending]
+                self._moves.waiting.rescale(earlier)
+            for i, (x, factors) in enumerate(zip(found, now, strict=True)):
+                blocks[i], used = reweighed(blocks[i], factors)
+                x["bad"] = {name: flags[used.to(flags.device)] for name, flags in x["bad"].items()}
+        return blocks
+
+    def _event(self, runs: list[Pass], blocks: list[Block], weighed: Weighed) -> BackwardEvent:
         return BackwardEvent(
             self._steps.step,
-            tuple(Block(GradTree(x["whole"]), x["examples"]) for x in found),
+            tuple(blocks),
             self.model,
             self,
             self._first,
             any(run.inputs.get("num_items_in_batch") is not None for run in runs),
             runs[0].notes.get("averaging"),
+            weighed,
         )
 
     def _without_nonfinite(self, block: Block, bad: Mapping[str, Tensor]) -> Block:
@@ -261,6 +285,7 @@ class Capture:
         if self._steps.moves(optimizer):
             self._end_step()
         self._check_captured()
+        self._check_scale()
         self._check_selection()
         self._warn_of_early()
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
@@ -321,6 +346,15 @@ class Capture:
             "gradients made by torch.autograd.grad?"
         )
 
+    def _check_scale(self) -> None:
+        """A loop that scales a loss of its own has to say so."""
+        scaler = stepping_scaler() if self._normalization.assumes_no_scale else None
+        if scaler is not None and scaler.get_scale() != 1:
+            raise RuntimeError(
+                f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
+                "gradient, but the loss is computed outside of the model and the capture was not told. Pass scaler=."
+            )
+
     def _warn_of_early(self) -> None:
         """The first optimizer is about to step: which blocks have not waited for it."""
         if self._early:
@@ -376,7 +410,8 @@ def capture(
         model: The model being trained (not compiled; put the context around `torch.compile` instead).  In data parallel
             training, each process captures its own examples; names are those of the model inside the wrapper.
         sinks: Functions of a `Block`: a list's `append`, `attrax.store(path)`, your own.  Closed on exit if they can.
-        after_backward: Functions of a `BackwardEvent`, called when a backward is over; they hold its whole gradients.
+        after_backward: Functions of a `BackwardEvent`, called when a backward is over; they hold its whole gradients,
+            which are transformed only then.
         before_step: Functions of a `StepEvent`, called right before each optimizer step; see `probe`.
         transform: ``(name, leaf) -> leaf``, run inside the backward hooks (e.g. `attrax.projected`).
         include: Only these layers: regular expression on the module path, type(s), or ``(name, module) -> bool``.
@@ -388,8 +423,8 @@ def capture(
             ``(inputs, examples) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
             and divides it (gradient accumulation) passes the function, its scale in c.
-        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  Also
-            needed to record the clipping of a `trajectory` under loss scaling.
+        scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  A
+            loop that has one and does not pass it is stopped at its first step.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.  Calls of the model
             in one backward whose ids agree, all of them in order, are of the same examples: one block, gradients added.
         examples: ``(inputs, rows) -> example of each row`` [rows] or of each position [rows, positions], -1 for none,

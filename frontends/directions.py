@@ -11,6 +11,7 @@ from attrax.core import Block, GradTree, Leaf, Optimizer, Target, Transform, cov
 from attrax.core.algebra import scale_examples
 from attrax.core.tree import target_scale
 from attrax.frontends.optimizers import read_optimizer
+from attrax.frontends.reweighing import rescaled
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Waiting:
     def add(self, block: Block, how: Directions) -> None:
         """Take a block of whole gradients."""
         self._blocks.append((block, how, {}))
+
+    def rescale(self, scale: Mapping[str, float]) -> None:
+        """The share in `.grad` of all blocks that wait was multiplied by a number, by parameter."""
+        self._blocks = [(rescaled(block, scale), how, done) for block, how, done in self._blocks]
 
     def turn(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, factor: float, transform: Transform | None

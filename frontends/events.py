@@ -1,10 +1,11 @@
 """What functions that a capture calls get to see of training."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attrax.core import Block
@@ -46,6 +47,9 @@ class BackwardEvent:
         first: Whether it is the first one whose gradients this step will use (gradient accumulation).
         spanning: Whether the loss is a mean over all of the step's backwards (Hugging Face's `num_items_in_batch`).
         averaging: How `.grad` is averaged over processes that hold all of each parameter; None where it is not.
+        weighed: To be called by a function that changes what examples contribute to `.grad`, so that blocks are
+            recorded as the optimizer uses them: for each block, factors of its examples [B] by weight parameter, and
+            factors of the step's earlier backwards by parameter.
     """
 
     step: int
@@ -55,6 +59,7 @@ class BackwardEvent:
     first: bool = True
     spanning: bool = False
     averaging: Averaging | None = None
+    weighed: Callable[[Sequence[Mapping[str, Tensor]], Mapping[str, float]], None] = lambda now, earlier: None
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from attrax.core import Examples, Leaf, materialized
+from attrax.core import Examples, Leaf, covers, materialized
 from attrax.core.factorization import RULES, Rule
 from attrax.core.source import Visit
 from attrax.frontends.apart import gradients_apart, run_apart, settle
@@ -141,8 +141,10 @@ class Live:
         )
         values: dict[str, T] = {}
         bad: dict[str, Tensor] = {}
+        reached: set[str] = set()
 
         def deliver(_: Pass | None, name: str, leaf: Leaf) -> None:
+            reached.update(covers(leaf))
             bad[name] = nonfinite_examples(leaf)
             values[name] = visit(name, leaf, examples)
 
@@ -152,7 +154,7 @@ class Live:
             for name, w in gradients_apart(self, batch, self.apart).items():
                 deliver(None, name, materialized(name, w))
         _check_leaves(bad, examples)
-        return examples, values
+        return replace(examples, absent=tuple(sorted(self.wanted - reached))), values
 
     def _backward(
         self, batch: Batch, deliver: Callable[[Pass | None, str, Leaf], None], *, check: bool

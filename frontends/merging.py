@@ -18,15 +18,14 @@ from attrax.core.leaves import covers
 from attrax.frontends.assemble import joined
 
 Found = dict[str, Any]
-_KINDS = ("leaves", "whole")
 
 
 def merged(found: Sequence[Found]) -> list[Found]:
     """What the passes of one backward have found, those of the same ids as one.
 
     Args:
-        found: For each pass: ``examples``, and by leaf name ``leaves`` (transformed), ``whole`` (not) and ``bad``
-            (Boolean [B], examples that are not finite).
+        found: For each pass: ``examples``, and by leaf name ``leaves`` and ``bad`` (Boolean [B], examples that are not
+            finite).
     """
     same: dict[tuple[str, ...], list[Found]] = defaultdict(list)
     for x in found:
@@ -37,7 +36,7 @@ def merged(found: Sequence[Found]) -> list[Found]:
 def _one(passes: list[Found]) -> list[Found]:
     if len(passes) == 1:
         return passes
-    if not all(_joinable([x[kind] for x in passes]) for kind in _KINDS):
+    if not _joinable([x["leaves"] for x in passes]):
         warnings.warn(
             "capture: two calls of the model in one backward are of the same examples but their layers do not share "
             "inputs in the same way, so their gradients stay in separate blocks.",
@@ -48,15 +47,9 @@ def _one(passes: list[Found]) -> list[Found]:
     bad: dict[str, Tensor] = {}
     for x in passes:
         bad |= {name: bad[name] | flags if name in bad else flags for name, flags in x["bad"].items()}
-    leaves, whole = ({n: joined(xs) for n, xs in _by_name([x[k] for x in passes]).items()} for k in _KINDS)
+    leaves = {n: joined(xs) for n, xs in _by_name([x["leaves"] for x in passes]).items()}
     return [
-        passes[0]
-        | {
-            "examples": _examples([x["examples"] for x in passes]),
-            "leaves": leaves,
-            "whole": whole,
-            "bad": bad,
-        }
+        passes[0] | {"examples": _examples([x["examples"] for x in passes]), "leaves": leaves, "bad": bad}
     ]
 
 

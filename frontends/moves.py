@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from attrax.core import Block, Transform
 from attrax.frontends.directions import Waiting
-from attrax.frontends.observed import clip_of, consumed, norms, norms_left, processes
+from attrax.frontends.observed import clip_of, consumed, norms, norms_left, processes, stepping_scaler
 from attrax.frontends.trajectory import Recorder
 
 
@@ -44,7 +44,8 @@ class Moves:
 
     def before(self, step: int, optimizer: torch.optim.Optimizer, transform: Transform | None) -> None:
         """An optimizer is about to step."""
-        self._scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        scaler = self._scaler or stepping_scaler()
+        self._scale = 1.0 if scaler is None else scaler.get_scale()
         self._inside, self._again = optimizer, False
         self._turn(optimizer, transform)
         if self._recorder is not None:

@@ -46,10 +46,21 @@ def without_nonfinite(block: Block, bad: Mapping[str, Tensor]) -> tuple[Block, l
     text = (
         f"capture: step {examples.step}: non-finite gradients of examples {names[:5]} in layers {where[:3]}"
     )
+    return some(block, keep), names, text
+
+
+def some(block: Block, keep: Tensor) -> Block:
+    """The block of some of its examples, by Boolean mask [B] on the host.
+
+    >>> from attrax.core import Examples, GradTree
+    >>> some(Block(GradTree({}), Examples(("a", "b"))), torch.tensor([False, True])).examples.ids
+    ('b',)
+    """
+    examples = block.examples
     kept = replace(
         examples,
         ids=tuple(i for i, k in zip(examples.ids, keep.tolist(), strict=True) if k),
         weight=None if examples.weight is None else examples.weight[keep],
         tokens=None if examples.tokens is None else examples.tokens[keep],
     )
-    return Block(block.grads.map(lambda _, leaf: take(leaf, keep)), kept), names, text
+    return Block(block.grads.map(lambda _, leaf: take(leaf, keep)), kept)

@@ -81,6 +81,9 @@ def _tapped(loss: Tensor, logits: Any, notes: dict[str, Any]) -> tuple[Tensor, A
 class Normalization:
     """Loss weights of the blocks of one training loop.
 
+    Attributes:
+        assumes_no_scale: Whether weights were given for a loss outside of the model, which nobody said is scaled.
+
     Args:
         declared: How the loop's loss weighs examples; None to rely on the model's own loss.
         scaler: What scales the loop's loss, where that is computed outside of the model.
@@ -96,6 +99,7 @@ class Normalization:
         self._scaler = scaler
         self._kind: Kind | None = None
         self._detected = False
+        self.assumes_no_scale = False
 
     def weights(
         self, notes: dict[str, Any], inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
@@ -117,6 +121,7 @@ class Normalization:
             c, n = declared_weights(self._declared, notes, inputs, examples, self._kind or "causal", owners)
             seen = "scale" in notes or "log_probs" in notes
             outside = self._scaler is not None and not seen and not callable(self._declared)
+            self.assumes_no_scale |= self._scaler is None and not seen and not callable(self._declared)
             return (c * self._scaler.get_scale(), n) if outside and c is not None and self._scaler else (c, n)
         if "scale" not in notes or self._kind is None or "outside" in notes:
             return None, None

@@ -4,6 +4,7 @@ Nobody has to say how a loop clips: a gradient that was clipped by norm, or unsc
 left in `.grad`, and the factor is a ratio of norms.
 """
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -90,3 +91,14 @@ def processes(model: nn.Module) -> int:
     mesh = parallel_mesh(model)
     world = torch.distributed.get_world_size() if several_processes() else 1
     return world if mesh is None else world // mesh.size()
+
+
+def stepping_scaler() -> torch.amp.GradScaler | None:
+    """The `GradScaler` whose ``step`` has called the optimizer that steps now, if any."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.amp.GradScaler):
+            return owner if owner.is_enabled() else None
+        frame = frame.f_back
+    return None

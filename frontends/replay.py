@@ -5,20 +5,22 @@ gives, for every query, the products <rho, ghat_z> (the derivative in w) and rho
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attrax.core import Examples, Leaf, Source, scale_examples
+from attrax.core import Block, Examples, GradTree, Leaf, Source, scale_examples, take
 from attrax.core.source import Visit
 from attrax.core.trajectory import Step, Trajectory
 from attrax.frontends.live import live
 from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
+from attrax.frontends.nonfinite import some
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.retraining import Reduction, loss_terms, step_weights
@@ -27,6 +29,7 @@ from attrax.frontends.tensor_parallel import refuse_parallel
 
 T = TypeVar("T")
 Vectors = Mapping[str, Tensor]
+Weighing = Reduction | Literal["recorded"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,7 @@ class Replay:
     batches: Mapping[int, Sequence[Batch]]
     loss: Loss
     trajectory: Trajectory
-    reduction: Reduction
+    reduction: Weighing
     source: Callable[[nn.Module, Iterable[Batch], Loss], Source]
 
     @property
@@ -95,7 +98,8 @@ class Replay:
                 columns.append(in_w)
                 for name, change in zip(rho, changes, strict=True):
                     curved[name][q] += change
-            rows.append((examples, torch.stack(columns, 1).to(next(iter(rho.values())).dtype)))
+            products = torch.stack(columns, 1).to(next(iter(rho.values())).dtype)
+            rows.append((_of(examples, used := self._used(examples)), products[used.to(products.device)]))
         return rows, curved
 
     def hvp(self, number: int, vectors: Vectors) -> dict[str, Tensor]:
@@ -115,6 +119,32 @@ class Replay:
             )
         return parameters
 
+    def _weights(self, number: int, batches: Sequence[Batch]) -> list[Tensor]:
+        """The factor that the loss of a step puts on every example's summed loss, by micro-batch."""
+        if self.reduction != "recorded":
+            return step_weights(batches, self.loss, self.reduction)
+        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for examples, _ in self.trajectory.gradients(number).map(lambda name, leaf, about: None):
+            if examples.weight is None:
+                raise ValueError(
+                    f"replay: step {number} was recorded without loss weights: they were not declared at capture, or "
+                    "every layer selected examples of its own, which is no loss that could be trained again."
+                )
+            for name, c in zip(examples.ids, examples.weight.tolist(), strict=True):
+                found[examples.micro, name].append(c)
+        weights = [
+            torch.tensor(
+                [(found[micro, i] or [0.0]).pop() for i in batch["example_ids"]], dtype=torch.float64
+            )
+            for micro, batch in enumerate(batches)
+        ]
+        if left := sorted(key for key, values in found.items() if values):
+            raise ValueError(
+                f"replay: step {number} was trained on examples that its batches do not have, e.g. "
+                f"'{left[0][1]}' of micro-batch {left[0][0]}. Give the batches of the run, their ids as captured."
+            )
+        return weights
+
     def _parts(self, number: int) -> list[tuple[Batch, Examples]]:
         """Micro-batches of a step with what is known about their examples."""
         if number not in self.batches:
@@ -122,7 +152,7 @@ class Replay:
                 f"replay: no batches are given for step {number}; there are {list(self.batches)[:5]} …."
             )
         batches = [with_ids(batch) for batch in self.batches[number]]
-        weights = step_weights(batches, self.loss, self.reduction)
+        weights = self._weights(number, batches)
         return [
             (
                 batch,
@@ -141,6 +171,12 @@ class Replay:
     def _rate(self, number: int) -> float | None:
         rates = {rule.lr for rule in self.step(number).optimizers.values()}
         return rates.pop() if len(rates) == 1 else None
+
+    def _used(self, examples: Examples) -> Tensor:
+        """Which examples of a micro-batch the step was trained on [B]."""
+        everything = torch.ones(len(examples), dtype=torch.bool)
+        recorded = examples.weight if self.reduction == "recorded" else None
+        return everything if recorded is None else recorded != 0
 
     def _losses(self, parameters: Vectors, batch: Batch, scale: Tensor | None = None) -> Tensor:
         named = dict(self.model.named_parameters())
@@ -170,12 +206,17 @@ class _Placed:
         for batch, examples in self.parts:
             source = self.replay.source(self.replay.model, [batch], self.replay.loss)
 
-            def scaled(name: str, leaf: Leaf, about: Examples, examples: Examples = examples) -> T:
-                return visit(name, scale_examples(leaf, examples.weight), _joined(about, examples))
+            used = self.replay._used(examples)
+
+            def scaled(
+                name: str, leaf: Leaf, about: Examples, examples: Examples = examples, used: Tensor = used
+            ) -> T:
+                seen = take(scale_examples(leaf, examples.weight), used)
+                return visit(name, seen, _of(_joined(about, examples), used))
 
             with placed(self.replay.model, self.replay._recorded(self.number)):
                 found = list(source.map(scaled))
-            yield from ((_joined(about, examples), values) for about, values in found)
+            yield from ((_of(_joined(about, examples), used), values) for about, values in found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +264,10 @@ class Queries:
         }
 
 
+def _of(examples: Examples, used: Tensor) -> Examples:
+    return some(Block(GradTree({}), examples), used).examples
+
+
 def _joined(about: Examples, examples: Examples) -> Examples:
     return replace(examples, fingerprint=about.fingerprint)
 
@@ -262,7 +307,7 @@ def replay(
     loss: Loss,
     trajectory: Trajectory,
     *,
-    reduction: Reduction = "example_mean",
+    reduction: Weighing = "example_mean",
     source: Callable[[nn.Module, Iterable[Batch], Loss], Source] = live,
 ) -> Replay:
     """Replay a recorded run on its own batches.
@@ -272,7 +317,8 @@ def replay(
         batches: The micro-batches of every step; ``example_ids`` name their examples, else content hashes do.
         loss: ``(model, batch) -> [B]`` summed loss per example.
         trajectory: The recorded steps.  `magic` needs optimizers and clipping of all, parameters and states of some.
-        reduction: How a step's loss weighs its examples, see `attrax.frontends.retraining.Recipe`.
+        reduction: How a step's loss weighs its examples, see `attrax.frontends.retraining.Recipe`; or "recorded": with
+            the weights that were recorded beside its gradients, which know what `attrax.select` left out.
         source: Makes the per-example gradients: `live` or `functional`.
 
     Returns:

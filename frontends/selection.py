@@ -98,9 +98,9 @@ def select(
     its own batch (W processes drop half of theirs), all must take part in every backward, and give the same target.
     Parameters without per-example gradients are trained on all examples, with a warning.
 
-    The capture's blocks hold dropped examples too, weighed as the loop's loss weighs them: of the gradient that the
-    optimizer uses, which ``capture(trajectory=...)`` records, they are the summands only where all examples are kept.
-    *sink* says which were dropped.
+    The capture's blocks hold what the optimizer uses: an example that was dropped is not in them (in some layers: its
+    gradient is zero there), and gradients and loss weights of the others are renormalized as the loss is.  Where layers
+    decided apart, loss weights are unknown, and methods that need them refuse.  *sink* says which were dropped.
 
     Args:
         target: A batch (as for `attrax.live`), or a re-iterable of batches: one for each step, again and again.
@@ -157,13 +157,16 @@ def select(
             ]
             phi, r = _factors(event, kept, denominator, layers, groups(event, parameters), window)
             added: dict[str, Tensor] = {}
+            shares: list[dict[str, Tensor]] = []
             for i, leaves in enumerate(batches):
+                own = {n: phi[layer_of(n)][i] * kept[i][layer_of(n)].to(torch.float64) for n in leaves}
+                shares.append(own)
                 for name, leaf in leaves.items():
-                    layer = layer_of(name)
-                    weights = phi[layer][i] * kept[i][layer].to(torch.float64) - r[layer]
-                    for parameter, total in weighted(leaf, weights).items():
+                    for parameter, total in weighted(leaf, own[name] - r[layer_of(name)]).items():
                         added[parameter] = added[parameter] + total if parameter in added else total
-            change(event, parameters, added, {n: r[layer_of(n)] for n in parameters})
+            earlier = {n: r[layer_of(n)] for n in parameters}
+            change(event, parameters, added, earlier)
+            event.weighed(shares, earlier)
 
     return run
 

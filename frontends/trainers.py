@@ -7,6 +7,7 @@ Trainers are told apart by the names of their classes, so that none of them is i
 """
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Block
+from attrax.core import Examples
 from attrax.frontends.capture import capture
 from attrax.frontends.events import BackwardEvent
 from attrax.frontends.normalization import Declared, Weights, declared_weights
@@ -143,16 +144,21 @@ def olmo_loss(inputs: Mapping[str, Any], examples: int) -> Weights:
 
 
 class Samples:
-    """A table of what a GRPO trainer has sampled, beside the store: pass one as ``after_backward=[samples]``.
+    """Columns of a store for what a GRPO trainer has sampled: advantages, rewards, prompts and completions.
+
+        samples = Samples(trainer)
+        sinks = [attrax.store("run/", columns=samples.columns)]
+        attrax.capture(model, **attrax.trainer_options(trainer), after_backward=[samples], sinks=sinks)
+
+    They are noted when a backward is over, and kept until its block is stored.
 
     Attributes:
-        rows: For each captured example: `id`, `step`, `advantage`, `prompt_ids` and `completion_ids` without padding,
-            and ``reward:<name>`` of every reward function.
+        waiting: By step, block and id, the columns of the examples that are not stored yet.
     """
 
     def __init__(self, trainer: object) -> None:
         self._trainer = weakref.ref(trainer)
-        self.rows: list[dict[str, Any]] = []
+        self.waiting: dict[tuple[int, int, str], dict[str, Any]] = {}
 
     def __call__(self, event: BackwardEvent) -> None:
         """Note the examples of a backward."""
@@ -160,41 +166,69 @@ class Samples:
         if trainer is None:
             return
         batch, (block,) = _sampled(trainer), event.blocks
-        self.rows += [self._row(trainer, block, batch, i) for i in range(len(block.examples))]
+        for i, name in enumerate(block.examples.ids):
+            key = (block.examples.step, block.examples.micro, name)
+            self.waiting[key] = self._row(trainer, batch, i)
 
-    def _row(self, trainer: Any, block: Block, batch: Mapping[str, Any], i: int) -> dict[str, Any]:
+    def columns(self, examples: Examples) -> dict[str, Any]:
+        """Columns of a block; ``reward:<name>`` of every reward function, tokens as text of their numbers.
+
+        Raises:
+            KeyError: If the block was not noted: `after_backward` lacks this object.
+        """
+        keys = [(examples.step, examples.micro, name) for name in examples.ids]
+        if missing := [key for key in keys if key not in self.waiting]:
+            raise KeyError(
+                f"Samples: nothing is known of example {missing[0][2]!r} at step {examples.step}. Pass the object "
+                "itself in after_backward= and its columns to one store."
+            )
+        rows = [self.waiting[key] for key in keys]
+        for key in keys:
+            self.waiting.pop(key, None)
+        return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+    def _row(self, trainer: Any, batch: Mapping[str, Any], i: int) -> dict[str, Any]:
         tokens = {
             f"{part}_ids": batch[f"{part}_ids"][i][batch[f"{part}_mask"][i].bool()].tolist()
             for part in ("prompt", "completion")
         }
         advantage = float(batch["advantages"][i])
-        rewards = _rewards(trainer, tokens["completion_ids"], advantage)
-        about = {"id": block.examples.ids[i], "step": block.examples.step, "advantage": advantage}
-        return {**about, **tokens, **rewards}
+        texts = {name: " ".join(map(str, ids)) for name, ids in tokens.items()}
+        return {"advantage": advantage, **_rewards(trainer, tokens["completion_ids"], advantage), **texts}
 
 
 def _rewards(trainer: Any, completion_ids: list[int], advantage: float) -> dict[str, float]:
-    """What the reward functions gave a completion, from the trainer's log of the present samples."""
+    """What the reward functions gave a completion, from the trainer's log of the present samples; NaN if not there."""
     text = trainer.processing_class.decode(completion_ids, skip_special_tokens=True)
     logs = trainer._logs
     for at, (said, worth) in enumerate(zip(logs["completion"], logs["advantages"], strict=False)):
         said = said if isinstance(said, str) else said[-1]["content"]
         if said == text and abs(worth - advantage) <= 1e-6 * max(1.0, abs(advantage)):
             return {f"reward:{name}": float(values[at]) for name, values in logs["rewards"].items()}
-    return {}
+    return {f"reward:{name}": math.nan for name in logs["rewards"]}
 
 
 class Opened:
     """A capture that callbacks open and close; closed as well when it is no longer used, and at the end of Python."""
 
     def __init__(self, options: Options) -> None:
-        self.running = False
+        self.running, self._used = False, False
         self._options, self._stack = options, contextlib.ExitStack()
         weakref.finalize(self, self._stack.close)
 
     def open(self, model: nn.Module, known: Options | None = None) -> None:
-        """Open a capture, after closing the one of a training that did not end."""
+        """Open a capture, after closing the one of a training that did not end.
+
+        Raises:
+            RuntimeError: If a sink was closed by the capture before.
+        """
         self.close()
+        if self._used and any(callable(getattr(x, "close", None)) for x in self._options.get("sinks", ())):
+            raise RuntimeError(
+                "trainer_callback: its store was closed when the training before ended. Make a callback for each "
+                "train(), with a store opened anew: store(path, steps_done=...) goes on in the same directory."
+            )
+        self._used = True
         self._stack.enter_context(capture(model, **{**(known or {}), **self._options}))
         self.running = True
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Optimizer, Source, State, Step
+from attrax.core import Blocks, Optimizer, Source, State, Step
 from attrax.core.trajectory import used
 from attrax.frontends.observed import clip_of, consumed, norms, processes
 from attrax.frontends.optimizers import read_optimizer
@@ -239,12 +239,17 @@ class StoredTrajectory:
     def gradients(self, number: int) -> Source:
         """See `Trajectory.gradients`; the blocks of all micro-batches and processes.
 
+        A step whose gradient is zero has none if the store has none: a selection has left out all of its examples.
+
         Raises:
             KeyError: If the store has no gradients of the step.
             ValueError: If there is no store.
         """
         store = self.store or open_store(self.path)
-        return used(store.at(number), self.step(number))
+        record = self.step(number)
+        if record.clip is not None and record.clip.norm == 0 and number not in store.steps():
+            return Blocks([])
+        return used(store.at(number), record)
 
     def __repr__(self) -> str:
         return f"StoredTrajectory('{self.path}', {len(self.files)} steps)"

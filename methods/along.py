@@ -23,6 +23,8 @@ from attrax.core import (
     targeted,
     transformed,
 )
+from attrax.core.algebra import wide
+from attrax.core.leaves import batch_size, dtype_of
 from attrax.core.scores import scores
 from attrax.core.trajectory import Step
 
@@ -100,11 +102,13 @@ def same_parameters(queries: Block, examples: Examples, operation: str) -> None:
 
 
 def products(leaf: Leaf, queries: Block, name: str, operation: str, hardware: Hardware) -> Tensor:
-    """Inner products [B, Q] of a leaf with the queries' one.
+    """Inner products [B, Q] of a leaf with the queries' one; 0 for a layer that no query has called.
 
     Raises:
-        ValueError: If the queries have none.
+        ValueError: If the queries do not know the layer.
     """
+    if name not in queries.grads and not set(covers(leaf)) - set(queries.examples.absent):
+        return torch.zeros(batch_size(leaf), len(queries.examples), dtype=wide(dtype_of(leaf)))
     if name not in queries.grads:
         raise ValueError(
             f"{operation}: train leaf '{name}' has no query gradient; capture both with one selection."

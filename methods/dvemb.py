@@ -19,6 +19,7 @@ from torch import Tensor
 from attrax.core import (
     CPU,
     Block,
+    Examples,
     GradTree,
     Hardware,
     Leaf,
@@ -27,9 +28,12 @@ from attrax.core import (
     Scores,
     Source,
     aggregate,
+    covers,
     gram_leaf,
     materialize,
+    materialize_leaf,
 )
+from attrax.core.algebra import zeros_like
 from attrax.core.trajectory import Trajectory
 from attrax.methods.along import rate_of, seen
 from attrax.methods.sweep import Rows, at_the_end, collected, held, unbroken
@@ -78,29 +82,50 @@ def dvemb(
     queries = at_the_end(seen(query, projection), "dvemb")
     about = {**ABOUT, "coupling": coupling, "fisher": unit}
     steps = backwards(trajectory, unit, projection)
-    rows = _sweep(steps, queries.grads, is_diagonal(coupling), hardware)
+    rows = _sweep(steps, queries, is_diagonal(coupling), hardware)
     return collected(rows, queries.examples, about)
 
 
-def _sweep(steps: Iterator["Seen"], queries: GradTree, diagonal: bool, hardware: Hardware) -> Iterator[Rows]:
+def _sweep(steps: Iterator["Seen"], queries: Block, diagonal: bool, hardware: Hardware) -> Iterator[Rows]:
     """Scores of the blocks of every step, last step first."""
-    w = materialize(queries, hardware=hardware)
+    w, met = materialize(queries.grads, hardware=hardware), set[str]()
     for step in steps:
         for block in step.blocks:
-            if differing := sorted(set(block.grads) ^ set(w)):
-                what = f"only the train or only the query gradients hold the leaves {differing[:5]}"
-                raise ValueError(
-                    f"dvemb: step {block.examples.step}: {what}. Capture both with one selection."
-                )
+            met |= set(block.grads)
+            w = _with_absent(w, block, queries.examples)
         by_leaf = [
             {n: step.rates[n] * gram_leaf(x, w[n], name=n, hardware=hardware) for n, x in block.grads.items()}
             for block in step.blocks
         ]
-        totals = [torch.stack(list(shares.values())).sum(0) for shares in by_leaf]
+        none = torch.zeros(len(queries.examples))
+        totals = [
+            torch.stack(list(shares.values())).sum(0) if shares else none.expand(len(block.examples), -1)
+            for block, shares in zip(step.blocks, by_leaf, strict=True)
+        ]
         yield [(block.examples, total) for block, total in zip(step.blocks, totals, strict=True)]
         for block, shares, total in zip(step.blocks, by_leaf, totals, strict=True):
             coupled = shares if diagonal else dict.fromkeys(shares, total)
-            w = GradTree({n: _minus(x, block, n, step.phi * coupled[n]) for n, x in w.items()})
+            w = w.map(lambda n, x: _minus(x, block, n, step.phi * coupled[n]) if n in coupled else x)  # noqa: B023
+    if met and (unmet := sorted(set(queries.grads) - met)):
+        raise ValueError(
+            f"dvemb: only the query gradients hold the leaves {unmet[:5]}. Capture both with one selection."
+        )
+
+
+def _with_absent(w: GradTree, block: Block, queries: Examples) -> GradTree:
+    """Queries with a gradient of zero in the layers of a block that no query has called.
+
+    Raises:
+        ValueError: If the queries do not know a layer.
+    """
+    new = {n: leaf for n, leaf in block.grads.items() if n not in w}
+    if unknown := [n for n, leaf in new.items() if set(covers(leaf)) - set(queries.absent)]:
+        raise ValueError(
+            f"dvemb: step {block.examples.step}: only the train gradients hold the leaves {unknown[:5]}. Capture both "
+            "with one selection."
+        )
+    zeros = {n: materialize_leaf(zeros_like(leaf, len(queries))) for n, leaf in new.items()}
+    return GradTree({**w, **zeros}) if zeros else w
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,4 +73,5 @@ def gradcos(train: Source, query: Source, *, target: Target = "sum", hardware: H
 
 def _norms(source: Source, hardware: Hardware) -> torch.Tensor:
     blocks = row_sums(lambda name, leaf, _: sq_norms_leaf(leaf, name=name, hardware=hardware), source)
-    return torch.cat([value for _, value in blocks if value is not None]).clamp_min(0).sqrt()
+    found = [torch.zeros(len(examples)) if value is None else value for examples, value in blocks]
+    return torch.cat(found).clamp_min(0).sqrt()

@@ -11,7 +11,7 @@ References: Martens and Grosse 2015; George et al. 2018; Grosse et al. 2023 (arX
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -166,7 +166,8 @@ def _fit_bases(
         raise ValueError(
             f"{operation}: no leaf is in scope. Pass scope=, or capture linear-type layers factored (not compacted)."
         )
-    return ranks.dealt(eigenbasis, sums, eigen_cost), fingerprint, count
+    whole = {n: replace(x, examples=torch.full_like(x.examples, count)) for n, x in sums.items()}
+    return ranks.dealt(eigenbasis, whole, eigen_cost), fingerprint, count
 
 
 def fit_ekfac(
@@ -210,7 +211,10 @@ def fit_ekfac(
 
     for examples, _ in view.map(visit):
         one_fingerprint(fingerprint, examples, "fit_ekfac")
-    values = {name: ekfac_eigenvalues(total) for name, total in ranks.total(totals).items()}
+    values = {
+        name: ekfac_eigenvalues(replace(total, examples=torch.full_like(total.examples, count)))
+        for name, total in ranks.total(totals).items()
+    }
     return Curvature(bases, values, "ekfac", fisher, target, fingerprint, count, projection)
 
 

@@ -3,7 +3,8 @@
     s[i, q] = sum_leaves <G_i, V_q>
 
 with V the queries' gradients, plain or preconditioned.  Train leaves are scored the moment they exist and freed.
-A query that a route would build anyway is built once and kept while it fits the memory budget.
+A query that a route would build anyway is built once and kept while it fits the memory budget.  A layer that no example
+of a side has called has a gradient of zero there and adds nothing; one that a side does not know is an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +26,12 @@ from attrax.core import (
     Scores,
     Source,
     Sum,
+    covers,
     gram_leaf,
     materialize_leaf,
 )
 from attrax.core.algebra import wide
-from attrax.core.leaves import batch_size
+from attrax.core.leaves import batch_size, dtype_of
 from attrax.core.products import plan_leaf
 from attrax.core.scores import scores
 from attrax.core.source import one_fingerprint, row_sums
@@ -75,13 +77,17 @@ def pairwise(
         one_fingerprint(queries.examples.fingerprint, examples, operation)
         if len(examples) == 0:
             continue
+        if value is None and examples.absent:
+            value = torch.zeros(len(examples), len(queries.examples))
         if value is None:
             raise ValueError(f"{operation}: no leaf of the train source matches the queries' leaves.")
         rows.append(examples)
         values.append(value)
     if not rows:
         raise ValueError(f"{operation}: the train source yielded no examples.")
-    if unmet := [name for name in queries.grads if name not in met]:
+    zero = {n for n in rows[0].absent if all(n in examples.absent for examples in rows)}
+    unmet = [n for n, leaf in queries.grads.items() if n not in met and set(covers(leaf)) - zero]
+    if unmet:
         raise ValueError(
             f"{operation}: the queries hold leaves that no train block has: {unmet[:5]}. "
             "Capture both sides with the same selection and transform."
@@ -109,6 +115,8 @@ def _scorer(
         return query
 
     def measure(name: str, leaf: Leaf, examples: Examples) -> Tensor:
+        if name not in queries.grads and not set(covers(leaf)) - set(queries.examples.absent):
+            return torch.zeros(len(examples), len(queries.examples), dtype=wide(dtype_of(leaf)))
         if name not in queries.grads:
             raise ValueError(
                 f"{operation}: train leaf '{name}' has no query gradient; the queries hold "

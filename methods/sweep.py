@@ -8,7 +8,7 @@
 Methods differ in how they get the products <rho, ghat_z> and rho H: that is the `respond` they hand in.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -55,13 +55,18 @@ def unbroken(steps: Sequence[int], operation: str) -> Sequence[int]:
     return steps
 
 
-def sweep(records: Iterable[Step], query: Vectors, respond: Respond) -> Iterator[Rows]:
+def sweep(
+    records: Iterable[Step], query: Vectors, respond: Respond, absent: Collection[str] = ()
+) -> Iterator[Rows]:
     """Products <rho, ghat_z> of every step, last step first.
+
+    A parameter that had no gradient in a step did not move: what is known about its effect passes through.
 
     Args:
         records: Complete steps, last one first.
         query: Gradients [Q, *shape] of the queries at the final parameters.
         respond: Products with the examples and the curvature of a step.
+        absent: Parameters that no query has reached: their gradients are zero.
 
     Returns:
         Per step, the products of every block.
@@ -71,16 +76,36 @@ def sweep(records: Iterable[Step], query: Vectors, respond: Respond) -> Iterator
     """
     cotangents: Vectors = query
     moments: Moments = {}
+    met: set[str] = set()
+    count = len(next(iter(query.values())))
     for record in records:
         if record.clip is None:
             raise ValueError(
-                f"sweep: it is unknown whether the gradients of step {record.step} were clipped. Record clipping, or "
+                f"sweep: it is unknown whether the gradients of step {record.step} were clipped by norm, or they were "
+                "changed otherwise (clip_grad_value_, noise), and effects pass through that change. Clip by norm, or "
                 "state Clip(1.0, norm) if there was none."
             )
-        rho, cotangents, moments = through_step(record, cotangents, moments)
+        new = {n: g.new_zeros(count, *g.shape) for n, g in record.gradients.items() if n in absent}
+        cotangents = new | dict(cotangents)
+        still = {n: u for n, u in cotangents.items() if n not in record.optimizers}
+        waiting = {n: m for n, m in moments.items() if n in still}
+        moving = {n: u for n, u in cotangents.items() if n not in still}
+        if not moving:
+            raise ValueError(
+                f"sweep: step {record.step} knows no optimizer of parameters {sorted(still)[:5]}, of which the queries "
+                "hold gradients."
+            )
+        rho, moved, changed = through_step(record, moving, {n: moments[n] for n in moving if n in moments})
+        met |= set(moving)
         rows, curved = respond(record, through_clip(record.clip, record.gradients, rho))
-        cotangents = {n: u + curved[n] if n in curved else u for n, u in cotangents.items()}
+        cotangents = {n: u + curved[n] if n in curved else u for n, u in {**still, **moved}.items()}
+        moments = {**waiting, **changed}
         yield rows
+    if met and (unmet := sorted(set(query) - met)):
+        raise ValueError(
+            f"sweep: no step knows an optimizer of parameters {unmet[:5]}, of which the queries hold "
+            "gradients. Take query gradients of the parameters that were trained and recorded."
+        )
 
 
 def collected(rows: Iterable[Rows], queries: Examples, about: Mapping[str, str]) -> Scores:
@@ -121,12 +146,14 @@ def contracted(block: Block, rho: Vectors, hardware: Hardware) -> Tensor:
     """<rho_q, ghat_z> for every example of a block [B, Q]: one routed contraction a leaf.
 
     Raises:
-        ValueError: If the block and `rho` hold different parameters.
+        ValueError: If the block holds parameters that `rho` lacks.
     """
-    if differing := sorted({n for leaf in block.grads.values() for n in covers(leaf)} ^ set(rho)):
+    if differing := sorted({n for leaf in block.grads.values() for n in covers(leaf)} - set(rho)):
         raise ValueError(
-            f"step {block.examples.step}: only the train or only the query gradients hold {differing[:5]}. "
-            "Capture both with one selection."
+            f"step {block.examples.step}: only the train gradients hold {differing[:5]}. Capture both with one "
+            "selection."
         )
+    if not block.grads:
+        return torch.zeros(len(block.examples), len(next(iter(rho.values()))))
     dense = block.grads.map(lambda _, leaf: arranged(leaf, rho))
     return gram(block.grads, dense, hardware=hardware)

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attrax.core import CPU, Hardware, Mask, Scores, Source, aggregate
+from attrax.core import CPU, Hardware, Mask, Scores, Source, aggregate, covers
 from attrax.core.adjoint import Vectors
 from attrax.core.arrange import by_parameter
 from attrax.core.trajectory import Step, Trajectory
@@ -74,14 +74,25 @@ def trajectory_influence(
     runs = masked_runs(trajectory, masks) if masks else [trajectory]
     sides = masked_sources(query, masks) if masks else [query]
     queries = [at_the_end(side, "trajectory_influence") for side in sides]
+    met: set[str] = set()
     products = [
-        sweep(_complete(run), by_parameter(asked.grads), _responding(run, curvature, unit, hardware))
+        sweep(
+            _complete(run),
+            by_parameter(asked.grads),
+            _responding(run, curvature, unit, hardware, met),
+            asked.examples.absent,
+        )
         for run, asked in zip(runs, queries, strict=True)
     ]
     about = {"method": "trajectory_influence", "target": "as_trained", "unit": "loss", "removal": removal}
     about |= {"curvature": f"fisher of {unit}" if curvature == "fisher" else "hessian"}
     about |= {f"mask {k}": mask.basis for k, mask in enumerate(masks)}
-    return collected((removed(rows, removal) for rows in _means(products)), queries[0].examples, about)
+    found = collected((removed(rows, removal) for rows in _means(products)), queries[0].examples, about)
+    if unmet := sorted(set(by_parameter(queries[0].grads)) - met):
+        raise ValueError(
+            f"trajectory_influence: only the query gradients hold {unmet[:5]}. Capture both with one selection."
+        )
+    return found
 
 
 def _means(products: Sequence[Iterator[Rows]]) -> Iterator[Rows]:
@@ -91,10 +102,17 @@ def _means(products: Sequence[Iterator[Rows]]) -> Iterator[Rows]:
 
 
 def _responding(
-    trajectory: Trajectory, curvature: Literal["fisher"] | Hvp, unit: FisherUnit, hardware: Hardware
+    trajectory: Trajectory,
+    curvature: Literal["fisher"] | Hvp,
+    unit: FisherUnit,
+    hardware: Hardware,
+    met: set[str],
 ) -> Respond:
+    """Products with the examples of recorded blocks; `met` receives the parameters that these hold."""
+
     def respond(record: Step, rho: Vectors) -> tuple[Rows, Vectors]:
         blocks = held(trajectory.gradients(record.step))
+        met.update(n for block in blocks for leaf in block.grads.values() for n in covers(leaf))
         found = [contracted(block, rho, hardware) for block in blocks]
         rows = [(block.examples, x) for block, x in zip(blocks, found, strict=True)]
         if curvature != "fisher":

@@ -48,7 +48,8 @@ def loss_shares(examples: Examples) -> Tensor:
     if examples.weight is None:
         raise ValueError(
             f"step {examples.step}: the weights that the loss put on its examples are unknown, and the scale of the "
-            "curvature (or of renormalized removal) depends on them. Declare the loss at capture."
+            "curvature (or of renormalized removal) depends on them. Declare the loss at capture; where every layer "
+            "selected examples of its own, there are none."
         )
     return examples.weight.double() * _tokens(examples).to(examples.weight.device)
 

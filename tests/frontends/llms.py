@@ -19,8 +19,9 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama's norm and eager attention without their detours by float32."""
-    softmax = F.softmax
+    """Llama's norm, eager attention and the models' own losses without their detours by float32."""
+    softmax, single = F.softmax, Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
     monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
     monkeypatch.setattr(LlamaRMSNorm, "forward", _norm)
 

@@ -1,6 +1,6 @@
 """The right answers: autograd of one example at a time, and what is compared with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from attrax.core import Block, collect, stored
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Grads = Mapping[str, Tensor]
 
 
 def row(batch: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -62,6 +63,31 @@ def assert_gradients(
         assert actual[name].shape == right.shape, f"{name}: {tuple(actual[name].shape)}"
         scale, error = float(right.abs().max()), float((actual[name] - right).abs().max())
         assert error <= within * scale + floor, f"{name}: off by {error:.3g}, largest entry {scale:.3g}"
+
+
+def assert_rounded(
+    actual: Sequence[Grads], autograd: Sequence[Grads], exact: Sequence[Grads], zero: float = 1e-8
+) -> None:
+    """Gradients of the examples of a batch in low precision, by parameter: each is off by 1e-6 of its largest entry
+    beyond twice what autograd of one example at a time is off at most.
+
+    A gradient that is zero up to rounding is held to a share, `zero`, of the largest.
+    """
+
+    own: dict[str, float] = {}
+    for found, right in zip(autograd, exact, strict=True):
+        for name, g in right.items():
+            error, scale = float((found[name].double() - g).abs().max()), float(g.abs().max())
+            own[name] = max(own.get(name, 0.0), error / scale if scale else 0.0)
+    for found, right in zip(actual, exact, strict=True):
+        assert set(found) == set(right), set(found) ^ set(right)
+        floor = zero * max(float(g.abs().max()) for g in right.values())
+        for name, g in right.items():
+            error, scale = float((found[name].double() - g).abs().max()), float(g.abs().max())
+            allowed = (1e-6 + 2 * own[name]) * scale + floor
+            assert error <= allowed, (
+                f"{name}: off by {error:.3g}, largest entry {scale:.3g}, {allowed:.3g} allowed"
+            )
 
 
 def flat(grads: Mapping[str, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from attrax.frontends import open_store
 
+from .llms import in_float64  # noqa: F401
 from .loops import known
 from .trainers import Check, label_losses, llama, texts, tokenizer, trained_alike
 
@@ -31,6 +33,15 @@ def data() -> DataLoader:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_accelerate(accumulate):
     """The model returns the mean over its own micro-batch, which accelerate divides by the steps it accumulates."""
+    assert_accelerated(llama, accumulate)
+
+
+def test_accelerate_in_float64(in_float64):  # noqa: F811
+    """One document at a time gives the same gradients to 1e-10."""
+    assert_accelerated(lambda: llama().double(), 2)
+
+
+def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
 
     def train(model: Any) -> Any:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
@@ -49,7 +60,7 @@ def test_accelerate(accumulate):
 
         return start, {}
 
-    check, running = trained_alike(llama, train, lambda model: Check(llama(), label_losses))
+    check, running = trained_alike(build, train, lambda model: Check(build(), label_losses))
     assert running.coverage.share == 1 and len(check.blocks) == 24
     assert [b.examples.step for b in check.blocks] == [k // accumulate for k in range(24)]
     for block in check.blocks:

@@ -208,7 +208,7 @@ def test_refusals():
     with refused("step 4", "'2.bias', '2.weight'", "one selection"):
         fewer = live(r.model, r.queries, LOSS, include=r"^0$")
         trajectory_influence(r.trajectory, fewer)
-    with refused("step 4", "'2.bias', '2.weight'", "one selection"):
+    with refused("only the query gradients hold", "'2.bias', '2.weight'", "one selection"):
         first = [
             Block(GradTree({n: b.grads[n] for n in ("0.weight", "0.bias")}), b.examples)
             for b in r.trajectory.blocks
