@@ -170,7 +170,7 @@ class Recorder:
             {n: rule for part in seen for n, rule in part.optimizers.items() if n in after},
             {n: state for part in seen for n, state in part.states.items() if n in after},
             {n: g for part in seen for n, g in part.gradients.items()},
-            {n: p for part in seen for n, p in part.parameters.items() if n in after},
+            {n: p for part in seen for n, p in part.parameters.items()},
             clip,
             1 / (scale * self._processes),
             unused,

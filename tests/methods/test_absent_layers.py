@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attrax.core import Recorded, collect
-from attrax.frontends import capture, live, open_store, open_trajectory, record, store
+from attrax.frontends import capture, live, open_store, open_trajectory, record, replay, store
 from attrax.methods import Less, dvemb, ekfac, gradcos, graddot, less, trajectory_influence
 
 from ..core.dense import assert_same
@@ -124,6 +124,11 @@ def test_along_a_run(queries, method, tmp_path):
         right.append(s)
         w = w - s.T @ G
     assert_same(method(run, live(model, queries, loss)).values, torch.cat(right[::-1]))
+    other = Routed()
+    for p in other.parameters():
+        p.data.add_(1.0)
+    again = replay(other, {k: [each] for k, each in enumerate(TRAIN * 2)}, loss, run, reduction="sum")
+    assert_same(method(again, live(model, queries, loss)).values, torch.cat(right[::-1]))
 
 
 class Along:
