@@ -26,12 +26,12 @@ class Directions:
             the batch; "sum"; or "as_trained", its share in the gradient that the optimizer uses, clipped and averaged
             over processes.
         centered: Leave out the direction of a zero gradient, which all examples share.
-        variant: "torch", or "less" for Adam as in the code released with LESS.
+        variant: "torch", or "official" for Adam as in the code released with LESS (see `attrax.methods.Less`).
     """
 
     target: Target = "mean"
     centered: bool = False
-    variant: Literal["torch", "less"] = "torch"
+    variant: Literal["torch", "official"] = "torch"
 
 
 class Waiting:
@@ -109,7 +109,7 @@ def _variant(rule: Optimizer, variant: str) -> Optimizer:
         return rule
     if rule.kind not in ("adam", "adamw"):
         raise ValueError(
-            f"capture: directions: variant 'less' is one of Adam; the optimizer is '{rule.kind}'."
+            f"capture: directions: variant 'official' is one of Adam; the optimizer is '{rule.kind}'."
         )
     return replace(rule, kind="less")
 

@@ -327,12 +327,12 @@ def test_less_is_a_variant_of_adam() -> None:
             found[name] = (0.9 * m + 0.1 * g) / (0.999 * v + 0.001 * g * g + 1e-8).sqrt()
         right.append(found)
 
-    how = {"loss": "example_mean", "directions": Directions("sum", variant="less")}
+    how = {"loss": "example_mean", "directions": Directions("sum", variant="official")}
     with capture(model, sinks=[blocks.append], before_step=[look], **how):
         loop(model, batches(3), two_groups)
     for block, expected in zip(blocks, right, strict=True):
         assert_gradients(block_gradients(block), expected, 1e-10)
-    with pytest.raises(ValueError, match="variant 'less' is one of Adam"), capture(model, **how):
+    with pytest.raises(ValueError, match="variant 'official' is one of Adam"), capture(model, **how):
         loop(model, batches(1), lambda m: optim.SGD(m.parameters(), lr=0.1))
 
 
