@@ -312,6 +312,12 @@ def mean(scores: attrax.Scores, effects: attrax.Scores) -> float:
     return float(attrax.agreement(scores, effects).nanmean())
 
 
+def slope(scores: attrax.Scores, effects: attrax.Scores) -> float:
+    """What a score of 1 amounts to: the effects' least squares fit through zero; 1 for a method that predicts them."""
+    x = scores.in_order(effects.ids).query(*effects.query_ids).values.double()
+    return float((x * effects.values).sum() / x.square().sum())
+
+
 def summary(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Fidelity of every method that was run."""
     effects, precision = effects_of(folder)
@@ -320,10 +326,11 @@ def summary(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         taken = json.loads(path.read_text())
         scores = attrax.read_scores(path.with_suffix(".parquet"))
         asked = effects.query(*scores.query_ids)
-        low, high = bootstrap(scores, asked, resamples=300)
+        low, high = bootstrap(scores, asked, resamples=1000)
         rows.append(
             taken
             | {"queries": len(scores.query_ids), "spearman": mean(scores, asked), "interval": [low, high]}
+            | {"effect_over_score": slope(scores, asked)}
         )
     return precision, sorted(rows, key=lambda row: -row["spearman"])
 
