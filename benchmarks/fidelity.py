@@ -321,6 +321,8 @@ def slope(scores: attrax.Scores, effects: attrax.Scores) -> float:
 def summary(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Fidelity of every method that was run."""
     effects, precision = effects_of(folder)
+    order = json.loads((folder / "order.json").read_text())
+    steps = {k: gone for k, ids in order.items() if (gone := [i for i in ids if i in effects.ids])}
     rows = []
     for path in sorted((folder / "scores").glob("*.json")):
         taken = json.loads(path.read_text())
@@ -331,6 +333,11 @@ def summary(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             taken
             | {"queries": len(scores.query_ids), "spearman": mean(scores, asked), "interval": [low, high]}
             | {"effect_over_score": slope(scores, asked)}
+            | {
+                "effect_over_score_by_step": {
+                    k: slope(scores, asked.in_order(ids)) for k, ids in steps.items()
+                }
+            }
         )
     return precision, sorted(rows, key=lambda row: -row["spearman"])
 

@@ -70,7 +70,6 @@ MUTATIONS = (
         "    if denominator:\n",
         (
             f"{SELECTION}.py::test_a_token_mean_counts_the_kept_tokens",
-            f"{SELECTION}.py::test_a_loss_that_is_scaled",
             f"{SELECTION}.py::test_an_unmodified_trainer",
         ),
     ),
@@ -178,8 +177,8 @@ MUTATIONS = (
         "push_of_another_step",
         "a step is credited with gradients it did not take: without their loss weights (nothing here clips)",
         "methods/tracin.py",
-        "    for examples, value in row_sums(measure, targeted(train, target)):\n",
-        '    for examples, value in row_sums(measure, targeted(train, "sum")):\n',
+        "        for examples, value in row_sums(measure, targeted(source, target)):\n",
+        '        for examples, value in row_sums(measure, targeted(source, "sum")):\n',
         ("tests/methods/test_tracin.py::test_examples_are_weighed_as_their_step_did_and_queries_are_not",),
     ),
 )

@@ -17,4 +17,5 @@ NOTEBOOKS = [
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+    where = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources=where).execute()
