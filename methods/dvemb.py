@@ -10,8 +10,7 @@ another optimizer is treated as SGD with its learning rates; see `trajectory_inf
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,12 +34,10 @@ from attrax.core import (
 )
 from attrax.core.algebra import zeros_like
 from attrax.core.trajectory import Trajectory
-from attrax.methods.along import rate_of, seen
-from attrax.methods.sweep import Rows, at_the_end, collected, held, unbroken
-from attrax.methods.weighing import FisherUnit, fisher_factor
-
-Coupling: TypeAlias = Literal["full", "diagonal"]
-ABOUT = {"method": "dvemb", "target": "as_trained", "unit": "loss"}
+from attrax.methods.along import seen
+from attrax.methods.as_sgd import ABOUT, Coupling, Seen, backwards, is_diagonal
+from attrax.methods.sweep import Rows, at_the_end, collected
+from attrax.methods.weighing import FisherUnit
 
 
 def dvemb(
@@ -86,7 +83,7 @@ def dvemb(
     return collected(rows, queries.examples, about)
 
 
-def _sweep(steps: Iterator["Seen"], queries: Block, diagonal: bool, hardware: Hardware) -> Iterator[Rows]:
+def _sweep(steps: Iterator[Seen], queries: Block, diagonal: bool, hardware: Hardware) -> Iterator[Rows]:
     """Scores of the blocks of every step, last step first."""
     w, met = materialize(queries.grads, hardware=hardware), set[str]()
     for step in steps:
@@ -126,42 +123,6 @@ def _with_absent(w: GradTree, block: Block, queries: Examples) -> GradTree:
         )
     zeros = {n: materialize_leaf(zeros_like(leaf, len(queries))) for n, leaf in new.items()}
     return GradTree({**w, **zeros}) if zeros else w
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """A step's blocks, learning rates by leaf, and the factor of its Fisher matrix."""
-
-    blocks: list[Block]
-    rates: dict[str, float]
-    phi: float
-
-
-def backwards(trajectory: Trajectory, unit: FisherUnit, projection: LinearMap | None) -> Iterator[Seen]:
-    """The steps of a run, last one first.
-
-    Raises:
-        ValueError: If steps between them are missing.
-    """
-    for number in reversed(unbroken(trajectory.steps, "dvemb")):
-        blocks = held(seen(trajectory.gradients(number), projection))
-        if blocks:
-            record = trajectory.step(number)
-            rates = {
-                n: rate_of(record, n, leaf, "dvemb") for block in blocks for n, leaf in block.grads.items()
-            }
-            yield Seen(blocks, rates, fisher_factor(blocks, unit))
-
-
-def is_diagonal(coupling: str) -> bool:
-    """Whether layers are coupled to themselves only.
-
-    Raises:
-        ValueError: If `coupling` is unknown.
-    """
-    if coupling not in ("full", "diagonal"):
-        raise ValueError(f"dvemb: coupling: got {coupling!r}; expected 'full' or 'diagonal'.")
-    return coupling == "diagonal"
 
 
 def _minus(query: Leaf, block: Block, name: str, weights: Tensor) -> Leaf:

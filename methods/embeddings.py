@@ -26,7 +26,7 @@ from attrax.core import (
 from attrax.core.dense import flattened
 from attrax.core.trajectory import Trajectory
 from attrax.methods.along import seen
-from attrax.methods.dvemb import ABOUT, Coupling, backwards, is_diagonal
+from attrax.methods.as_sgd import ABOUT, Coupling, backwards, is_diagonal
 from attrax.methods.pairwise import pairwise
 from attrax.methods.sweep import at_the_end
 from attrax.methods.weighing import FisherUnit

@@ -108,8 +108,7 @@ def less_checkpoints(
     parts: list[Scores] = []
     for (train, query, record), rate in zip(given, rates, strict=True):
         queries = collect(seen(query, how.projection), operation="less")
-        rows = _cosines(train, queries, record, rate, how)
-        parts.append(stacked(rows, queries.examples.ids, _about(how)))
+        parts.append(stacked(_cosines(train, queries, record, rate, how), queries.examples.ids, _about(how)))
     return over_checkpoints(parts, "less_checkpoints")
 
 
@@ -137,7 +136,7 @@ def _cosines(
 def _rates(records: Sequence[Step], given: Sequence[float] | None, variant: str) -> list[float]:
     if variant not in ("torch", "official"):
         raise ValueError(f"less: variant: got {variant!r}; expected 'torch' or 'official'.")
-    found: list[float] = list(given or ())
+    found = list(given or ())
     for record in records if given is None else ():
         rates = {o.lr for o in record.optimizers.values()}
         if len(rates) != 1:
