@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import multiprocessing, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from attrax.frontends import capture, open_trajectory, record, store
+from attrax.frontends import capture, classification, live, open_trajectory, record, store
+from attrax.methods import dvemb, trajectory_influence
 
 from .parallel import KINDS, Network, examples, seeded, weights
 from .test_trajectory import assert_adds_up, assert_replays
@@ -82,6 +83,12 @@ def test_two_processes_record_what_one_does(kind: str, tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     train(seeded(Network), rows_of(None), str(tmp_path / "alone"))
     alone = open_trajectory(tmp_path / "alone/run")
+    x, y = examples()
+    query = live(model.eval(), [{"x": x[:3], "y": y[:3]}], classification())
+    for method in (trajectory_influence, dvemb):
+        scores, expected = (method(run, query).per_example()[0] for run in (found, alone))
+        values = scores.in_order(expected.ids).values
+        assert torch.allclose(values, expected.values, rtol=1e-8, atol=1e-10 * float(values.abs().max()))
     for number in found.steps:
         mine, right = found.step(number), alone.step(number)
         assert mine.clip is not None and right.clip is not None

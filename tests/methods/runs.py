@@ -70,6 +70,9 @@ def recorded_step(number: int, model: nn.Module, optimizer: Any, clip: Clip) -> 
         hyper = {k: float(v) for k, v in group.items() if isinstance(v, float | int)}
         if "betas" in group:
             hyper |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        if "etas" in group:
+            hyper |= dict(zip(("etaminus", "etaplus"), group["etas"], strict=True))
+            hyper |= dict(zip(("step_size_min", "step_size_max"), group["step_sizes"], strict=True))
         optimizers |= {names[p]: Optimizer(kind, hyper) for p in group["params"]}
     states = {
         names[p]: {k: torch.as_tensor(v).clone() for k, v in s.items() if v is not None}

@@ -28,6 +28,8 @@ MAKERS = {
     "rmsprop": (torch.optim.RMSprop, dict(lr=0.05, centered=True, momentum=0.5)),
     "adagrad": (torch.optim.Adagrad, dict(lr=0.05, lr_decay=0.1)),
     "adadelta": (torch.optim.Adadelta, dict(lr=0.5)),
+    "rprop": (torch.optim.Rprop, dict(lr=0.05)),
+    "asgd": (torch.optim.ASGD, dict(lr=0.05, lambd=0.0)),
 }
 MADE: dict[str, Run] = {}
 
