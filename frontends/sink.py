@@ -41,7 +41,7 @@ from attrax.frontends.merge import last_step
 from attrax.frontends.newshard import NewShard
 from attrax.frontends.recording import Columns, KeepFactored, Record, record_of
 from attrax.frontends.shards import read_info
-from attrax.frontends.slabs import SLAB_BYTES
+from attrax.frontends.slabs import SLAB_BYTES, LostBytes
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -311,6 +311,11 @@ def _temporary(folder: Path, name: str) -> Path:
 def _explained(folder: Path, name: str, examples: int) -> Iterator[None]:
     try:
         yield
+    except LostBytes as error:
+        raise OSError(
+            f"store: shard '{name}' could not be written to '{folder}': {error}. Its {examples} examples are lost; "
+            "capture them again."
+        ) from error
     except (OSError, RuntimeError) as error:
         raise OSError(
             f"store: shard '{name}' could not be written to '{folder}': {error}. Its {examples} examples are still "

@@ -216,16 +216,21 @@ def write_slab(
     return stream.size, stream.checksums, offsets
 
 
+class LostBytes(OSError):
+    """What was written is gone, and nobody has it any more."""
+
+
 def rewrite_slab(descriptor: int, at: int, size: int, checksums: Sequence[int]) -> None:
     """Write a slab once more from what the system still has of it.
 
     Raises:
-        OSError: If it cannot be written, or the system has lost some of it.
+        OSError: If it cannot be written.
+        LostBytes: If the system has lost some of it.
     """
     for start, checksum in zip(range(at, at + size, PIECE), checksums, strict=True):
         data = os.pread(descriptor, min(PIECE, at + size - start), start)
         if xxh3_64_intdigest(data) != checksum:
-            raise OSError("the system has lost bytes that it had taken")
+            raise LostBytes("the system has lost bytes that it had taken")
         os.pwrite(descriptor, data, start)
 
 
