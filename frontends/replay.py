@@ -153,6 +153,8 @@ class Replay:
             )
         batches = [with_ids(batch) for batch in self.batches[number]]
         weights = self._weights(number, batches)
+        rates = {rule.lr for rule in self.step(number).optimizers.values()}
+        rate = rates.pop() if len(rates) == 1 else None
         return [
             (
                 batch,
@@ -162,15 +164,11 @@ class Replay:
                     micro,
                     c,
                     loss_terms(batch, self.loss).long(),
-                    learning_rate=self._rate(number),
+                    learning_rate=rate,
                 ),
             )
             for micro, (batch, c) in enumerate(zip(batches, weights, strict=True))
         ]
-
-    def _rate(self, number: int) -> float | None:
-        rates = {rule.lr for rule in self.step(number).optimizers.values()}
-        return rates.pop() if len(rates) == 1 else None
 
     def _used(self, examples: Examples) -> Tensor:
         """Which examples of a micro-batch the step was trained on [B]."""
@@ -203,9 +201,9 @@ class _Placed:
 
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `attrax.core.source.Source.map`."""
+        parameters = self.replay._recorded(self.number)
         for batch, examples in self.parts:
             source = self.replay.source(self.replay.model, [batch], self.replay.loss)
-
             used = self.replay._used(examples)
 
             def scaled(
@@ -214,7 +212,7 @@ class _Placed:
                 seen = take(scale_examples(leaf, examples.weight), used)
                 return visit(name, seen, _of(_joined(about, examples), used))
 
-            with placed(self.replay.model, self.replay._recorded(self.number)):
+            with placed(self.replay.model, parameters):
                 found = list(source.map(scaled))
             yield from ((_of(_joined(about, examples), used), values) for about, values in found)
 
