@@ -267,7 +267,7 @@ def _of(examples: Examples, used: Tensor) -> Examples:
 
 
 def _joined(about: Examples, examples: Examples) -> Examples:
-    return replace(examples, fingerprint=about.fingerprint)
+    return replace(examples, fingerprint=about.fingerprint, absent=about.absent)
 
 
 def _leaves(parameters: Vectors) -> dict[str, Tensor]:

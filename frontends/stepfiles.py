@@ -3,8 +3,8 @@
     /                     attributes format, schema, step, share; coefficient and norm of the clipping (NaN if unknown);
                           unused (JSON: numbers of the blocks that were thrown away)
     /optimizers/<k>       attributes kind and hyper (JSON): one for every combination of hyperparameters
-    /parameters/<k>/      attributes name, optimizer (its number) and scalars (JSON: names of arrays without axes, which
-                          are kept as one element)
+    /parameters/<k>/      attributes name, optimizer (its number, -1 if it does not move in the step) and scalars (JSON:
+                          names of arrays without axes, which are kept as one element)
         value             the parameter before the step, if recorded
         gradient          the gradient that the optimizer uses, if recorded
         state/<name>      the optimizer's state before the step, by torch's names
@@ -84,10 +84,10 @@ def _write(file: h5py.File, step: Step) -> None:
         write_text(group, "kind", kind)
         write_text(group, "hyper", hyper)
     parameters = file.create_group("parameters")
-    for k, (name, text) in enumerate(texts.items()):
+    for k, name in enumerate(dict.fromkeys([*texts, *step.parameters])):
         group = parameters.create_group(str(k))
         write_text(group, "name", name)
-        group.attrs["optimizer"] = distinct[text]
+        group.attrs["optimizer"] = distinct[texts[name]] if name in texts else -1
         tensors = {f"state/{key}": x for key, x in step.states.get(name, {}).items()}
         tensors |= {"value": step.parameters[name]} if name in step.parameters else {}
         tensors |= {"gradient": step.gradients[name]} if name in step.gradients else {}
@@ -128,12 +128,14 @@ def _read(file: h5py.File) -> Step:
     for k in range(len(child(file, "parameters"))):
         group = child(file, "parameters", str(k))
         name, scalars = read_text(group, "name"), set(json.loads(read_text(group, "scalars")))
-        optimizers[name] = rules[int(read_number(group, "optimizer"))]
+        number = int(read_number(group, "optimizer"))
         keys = [*(f"state/{key}" for key in child(group, "state")), *({"value", "gradient"} & set(group))]
         tensors = {key: _tensor(group, key, scalars) for key in keys}
-        states[name] = {
-            key.removeprefix("state/"): x for key, x in tensors.items() if key.startswith("state/")
-        }
+        if number >= 0:
+            optimizers[name] = rules[number]
+            states[name] = {
+                key.removeprefix("state/"): x for key, x in tensors.items() if key.startswith("state/")
+            }
         values |= {name: tensors["value"]} if "value" in tensors else {}
         gradients |= {name: tensors["gradient"]} if "gradient" in tensors else {}
     coefficient, norm = float(read_number(file, "coefficient")), float(read_number(file, "norm"))

@@ -131,6 +131,17 @@ def test_along_a_run(queries, method, tmp_path):
     assert_same(method(again, live(model, queries, loss)).values, torch.cat(right[::-1]))
 
 
+def test_queries_along_a_run_see_layers_that_a_step_did_not_call(tmp_path):
+    """The first step trains the first expert; a query may ask the other one, whose values the step has to tell."""
+    _, run, _ = trained(tmp_path)
+    start, other = Routed(), Routed()
+    for p in other.parameters():
+        p.data.add_(1.0)
+    again = replay(other, {k: [each] for k, each in enumerate(TRAIN * 2)}, loss, run, reduction="sum")
+    products = graddot(live(start, TRAIN, loss), again.queries(ONE).at(0)).values
+    assert_same(products, dense(start, TRAIN) @ dense(start, ONE).T)
+
+
 class Along:
     """Queries at the parameters of every step."""
 
