@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ Rows: TypeAlias = Factorized | Lookup | Diagonal | Grouped
 """Leaves that have rows."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A leaf with the rows of its B examples one after another, without padding.
 
     Attributes:
@@ -147,16 +145,17 @@ def unpack(packed: Packed) -> Leaf:
     tensor([[1., 2.],
             [3., 0.]])
     """
-    form, rows = packed.form, {}
-    for array, x in zip(form.arrays, packed.arrays, strict=True):
-        rows[array.name] = (
-            x if form.kind == "Materialized" else _padded(x, np.diff(packed.offsets), form.calls)
-        )
+    form = packed.form
+    if form.kind == "Materialized":
+        return Materialized(packed.arrays[0], form.parts, form.bias, form.basis)
+    counts = np.diff(packed.offsets)
+    rows = {
+        array.name: _padded(x, counts, form.calls)
+        for array, x in zip(form.arrays, packed.arrays, strict=True)
+    }
     match form.kind:
         case "Sum":
             return Sum(tuple(unpack(use) for use in packed.uses), form.parts, form.basis)
-        case "Materialized":
-            return Materialized(**rows, parts=form.parts, bias=form.bias, basis=form.basis)
         case "Lookup":
             return Lookup(**rows, parts=form.parts, rows=form.rows, calls=form.calls, basis=form.basis)
         case "Diagonal":

@@ -1,15 +1,15 @@
 """Memory for arrays that is used again once nothing refers to it: touching new pages costs as much as a copy."""
 
 import math
-import weakref
-from collections import defaultdict, deque
 from collections.abc import Sequence
+from sys import getrefcount
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_SPARES = 4
+_KEPT = 4
+_UNUSED = 3  # references: of the list, the loop and the call that counts
 _SMALL = 2**16
 
 
@@ -20,7 +20,8 @@ class Buffers:
     >>> first = buffers.array((2**17,), torch.float32)
     >>> place, row = first.data_ptr(), first[3:]
     >>> del first
-    >>> buffers.array((2**17,), torch.float32).data_ptr() == place
+    >>> second = buffers.array((2**17,), torch.float32)
+    >>> second.data_ptr() == place
     False
     >>> del row
     >>> buffers.array((2**17,), torch.float32).data_ptr() == place
@@ -28,13 +29,16 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._spare: dict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_SPARES))
+        self._made: list[np.ndarray] = []
 
     def array(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """CPU memory for an array."""
         size = math.prod(shape) * dtype.itemsize
-        spare = self._spare[max(_SMALL, size).bit_length()]
-        whole = spare.pop() if spare else np.empty(2 ** max(_SMALL, size).bit_length(), np.uint8)
-        data = whole[:size]  # lives as long as a tensor of this memory
-        weakref.finalize(data, spare.append, whole).atexit = False
-        return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
+        room = 1 << max(_SMALL, size).bit_length()
+        for whole in self._made:
+            if len(whole) == room and getrefcount(whole) == _UNUSED:
+                break
+        else:
+            whole = np.empty(room, np.uint8)
+            self._made = [whole, *self._made[: _KEPT - 1]]
+        return torch.from_numpy(whole)[:size].view(dtype).reshape(tuple(shape))

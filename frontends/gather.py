@@ -14,21 +14,10 @@ from torch import Tensor
 from attrax.core import Examples, Leaf, concat, materialize_leaf, take
 from attrax.core.packed import Packed, concat_packed, take_packed, uninitialized, unpack
 from attrax.core.schema import Form, ShardInfo
+from attrax.frontends.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
 from attrax.frontends.merge import Rows
-from attrax.frontends.shards import Loaded, open_shard
-from attrax.frontends.windows import (
-    BlockRows,
-    Part,
-    Reading,
-    as_needed,
-    block_rows,
-    mapped,
-    moved,
-    read_part,
-    shards_in,
-    wanted_rows,
-    windows_of,
-)
+from attrax.frontends.shards import Loaded, open_shard, read_rows
+from attrax.frontends.windows import Reading, as_needed, mapped, moved, windows_of
 
 Gathered: TypeAlias = tuple[Examples, Iterator[tuple[str, Leaf]]]
 
@@ -64,10 +53,14 @@ def gather(
     with ExitStack() as files:
         opened = {s: files.enter_context(closing(open_shard(folder, shards[s]))) for s in shards_in(rows)}
         wanted = wanted_rows(opened, rows)
-        loaded = {part: read_part(opened, wanted, part, uninitialized) for part in wanted}
-        if reading.device is not None:
-            loaded = {part: mapped(read, lambda x: x.to(reading.device)) for part, read in loaded.items()}
-        return _cut(shards, loaded, block_rows(opened, rows), built)
+        loaded = {
+            (s, number): mapped(
+                read_rows(opened[s], number, row, uninitialized), lambda x: x.to(reading.device)
+            )
+            for (s, number), row in wanted.items()
+        }
+        (block,) = blocks_of(opened, rows, [len(rows)])
+        return _cut(shards, loaded, block, built)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,23 +71,19 @@ class _Piece:
         read: What was read of the slab.
         place: Their places in `read`; a slice if these are neighbors.
         here: Their places in the block.
-        block: Their blocks in the shard.
     """
 
     read: Loaded
     place: Int[np.ndarray, " n"] | slice
     here: Int[np.ndarray, " n"]
-    block: Int[np.ndarray, " n"]
 
 
 def _piece(read: Loaded, block: BlockRows, part: Part) -> _Piece:
     rows = block.rows
     here = np.flatnonzero((rows.shard == part[0]) & (block.slab == part[1]))
-    row = rows.row[here]
-    place = np.searchsorted(read.rows, row)
-    neighbors = bool((np.diff(place) == 1).all())
-    where = slice(int(place[0]), int(place[-1]) + 1) if neighbors else place
-    return _Piece(read, where, here, rows.block[here])
+    place = np.searchsorted(read.rows, rows.row[here])
+    neighbors = bool((place[1:] - place[:-1] == 1).all())
+    return _Piece(read, slice(int(place[0]), int(place[-1]) + 1) if neighbors else place, here)
 
 
 def _cut(
@@ -106,7 +95,7 @@ def _cut(
     first = shards[rows.shard[0]]
     names = [first.leaves[number][0] for number in first.signatures[first.kinds[rows.block[0]]]]
     pieces = [_piece(loaded[part], block, part) for part in block.parts]
-    return _examples(shards, rows, pieces), ((name, _leaf(name, pieces, name in built)) for name in names)
+    return block.examples, ((name, _leaf(name, pieces, name in built)) for name in names)
 
 
 def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
@@ -129,26 +118,6 @@ def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
     raise ValueError(
         f"open_store: the blocks of step {rows.step[0]} of run '{infos[0].run}' differ in {what}, and cannot be read "
         "as one. Read the blocks as they were written (block_examples=None)."
-    )
-
-
-def _examples(shards: Sequence[ShardInfo], rows: Rows, pieces: Sequence[_Piece]) -> Examples:
-    order = _order(pieces)
-    weight = torch.cat([p.read.weight[p.place] for p in pieces])
-    tokens = torch.cat([p.read.tokens[p.place] for p in pieces])
-    if order is not None:
-        weight, tokens = weight[order], tokens[order]
-    bits = np.concatenate([p.read.weight_bits[p.block] for p in pieces])
-    known = np.concatenate([p.read.has_tokens[p.block] for p in pieces])
-    first, b = shards[rows.shard[0]], rows.block[0]
-    return Examples(
-        tuple(shards[s].ids[r] for s, r in zip(rows.shard.tolist(), rows.row.tolist(), strict=True)),
-        first.steps[b],
-        first.micros[b],
-        weight.to(torch.float64 if (bits > 32).any() else torch.float32) if bits.all() else None,
-        tokens if known.all() else None,
-        first.fingerprints[b],
-        first.rates[b],
     )
 
 

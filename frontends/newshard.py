@@ -18,7 +18,8 @@ from attrax.core.schema import Form, ShardInfo, info_to_json, json_of
 from attrax.core.tree import Examples
 from attrax.frontends.envelope import PAGE, data_at, wrapped
 from attrax.frontends.recording import Column, Record
-from attrax.frontends.slabs import SLAB_BYTES, all_groups, rewrite_slab, write_slab
+from attrax.frontends.slabs import SLAB_BYTES, all_groups
+from attrax.frontends.slabwriter import rewrite_slab, write_slab
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,12 +27,16 @@ class _Written:
     """A slab in the file: its place, and what the table says of it."""
 
     at: int
-    size: int
-    checksums: Sequence[int]
+    pieces: Sequence[tuple[int, int]]
     forms: tuple[tuple[str, Form], ...]
     examples: Sequence[Examples]
     columns: Sequence[Mapping[str, Column]]
     rows: Sequence[tuple[int, ...] | None]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(size for size, _ in self.pieces)
 
 
 class NewShard:
@@ -64,7 +69,7 @@ class NewShard:
         these = records[:count]
         leaves = [(form, [record.leaves[name] for record in these]) for name, form in first.forms]
         at = -(-self._end // PAGE) * PAGE
-        size, checksums, offsets = write_slab(self._descriptor, data_at() + at, leaves)
+        pieces, offsets = write_slab(self._descriptor, data_at() + at, leaves)
         rows: list[tuple[int, ...] | None] = [
             None
             if form.kind == "Materialized"
@@ -72,7 +77,7 @@ class NewShard:
             for form, same in zip(all_groups(form for _, form in first.forms), offsets, strict=True)
         ]
         examples, columns = [r.examples for r in these], [r.columns for r in these]
-        self._slabs.append(_Written(at, size, checksums, first.forms, examples, columns, rows))
+        self._slabs.append(_Written(at, pieces, first.forms, examples, columns, rows))
         return count
 
     @property
@@ -90,7 +95,7 @@ class NewShard:
         """
         if self._tried:
             for slab in self._slabs:
-                rewrite_slab(self._descriptor, data_at() + slab.at, slab.size, slab.checksums)
+                rewrite_slab(self._descriptor, data_at() + slab.at, slab.pieces)
         self._tried = True
         table = json_of(_table(self._slabs, header), ensure_ascii=False).encode()
         pieces, size = wrapped(max(1, -(-self._end // PAGE)) * PAGE, table)
@@ -121,7 +126,7 @@ def _table(slabs: Sequence[_Written], header: Mapping[str, Any]) -> dict[str, An
         kinds += [signatures.setdefault(numbers, len(signatures))] * len(slab.examples)
         rows = tuple(None if r is None else lengths.setdefault(r, len(lengths)) for r in slab.rows)
         place = {"at": slab.at, "size": slab.size, "blocks": len(slab.examples)}
-        sums = "".join(f"{checksum:016x}" for checksum in slab.checksums)
+        sums = "".join(f"{checksum:016x}" for _, checksum in slab.pieces)
         places.append({**place, "layout": layouts.setdefault(rows, len(layouts)), "xxh3": sums})
     blocks = [e for slab in slabs for e in slab.examples]
     columns = [c for slab in slabs for c in slab.columns]

@@ -4,7 +4,7 @@ Whatever is wrong with a file is reported with the shard and the leaf.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Int
 
 from attrax.core.packed import Memory, Packed, take_packed, uninitialized, unpack
 from attrax.core.schema import ShardInfo
@@ -22,7 +21,8 @@ from attrax.frontends.envelope import Envelope, OtherSchema, opened
 from attrax.frontends.h5types import open_file
 from attrax.frontends.recording import Column, Record
 from attrax.frontends.shardtable import Table, parsed
-from attrax.frontends.slabs import DTYPES, read_slab
+from attrax.frontends.slabreader import Lazily, read_stretch
+from attrax.frontends.slabs import DTYPES, Stretch
 
 _DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError)
 
@@ -104,42 +104,33 @@ class Loaded:
 
     Attributes:
         rows: Their positions in the shard [n], ascending.
-        weight: Loss weights [n].
-        tokens: Token counts [n].
-        weight_bits: Per block of the shard, the precision its weights had; 0 if they are unknown.
-        has_tokens: Per block of the shard, whether token counts are known.
         leaves: Packed leaves by name.
     """
 
     rows: Int[np.ndarray, " n"]
-    weight: Float[Tensor, " n"]
-    tokens: Int[Tensor, " n"]
-    weight_bits: Int[np.ndarray, " K"]
-    has_tokens: Int[np.ndarray, " K"]
     leaves: Mapping[str, Packed]
 
 
-def read_rows(shard: Shard, number: int, rows: Int[np.ndarray, " n"], memory: Memory) -> Loaded:
-    """Read examples of a slab.
+def read_rows(
+    shard: Shard, number: int, rows: Int[np.ndarray, " n"], memory: Memory, *, keep: bool = True
+) -> Loaded:
+    """Read examples of a slab; its leaves are read when they are asked for, and a damaged one raises then.
 
     Args:
         shard: The shard.
         number: Which of its slabs.
         rows: Positions in the shard, ascending and distinct, within the slab.
-        memory: Makes memory for the slab.
-
-    Raises:
-        ValueError: If a checksum fails; names the shard and the leaf.
+        memory: Makes memory for what is read.
+        keep: Whether leaves are kept when others are asked for.
     """
-    table, slab, info = shard.table, shard.table.slabs[number], shard.info
-    start = int(table.starts[number])
-    block = int(np.searchsorted(np.cumsum(info.sizes), start, "right"))
-    names = [info.leaves[n] for n in info.signatures[info.kinds[block]]]
-    with _explained(info.name, "its data"):
-        envelope = shard.envelope
-        leaves = read_slab(envelope.descriptor, envelope.at, slab, names, rows - start, memory)
-    weight, tokens = (torch.from_numpy(x[rows]) for x in (table.weight, table.tokens))
-    return Loaded(rows, weight, tokens, table.weight_bits, table.has_tokens, leaves)
+    slab, envelope, name = shard.table.slabs[number], shard.envelope, shard.info.name
+    here = rows - int(shard.table.starts[number])
+
+    def read(stretch: Stretch) -> Callable[[str], Packed]:
+        with _explained(name, "its data"):
+            return read_stretch(envelope.descriptor, envelope.at + slab.at, slab, stretch, here, memory)
+
+    return Loaded(rows, Lazily(slab.layout, read, keep))
 
 
 def read_column(folder: Path, info: ShardInfo, name: str) -> Column:

@@ -1,4 +1,4 @@
-"""The table of a shard, as `attrax.core.schema` writes it down: which examples it holds, and where.."""
+"""The table of a shard, as `attrax.core.schema` writes it down: which examples it holds, and where."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from attrax.core.packed import offsets_of
 from attrax.core.schema import Form, ShardInfo, info_from_json
-from attrax.frontends.slabs import ALIGNED, PIECE, Place, Slab, all_groups, places_of
+from attrax.frontends.slabs import ALIGNED, Layout, Slab, all_groups, layout_of
 
 _MOST_ROWS = 2**40
 
@@ -68,23 +68,25 @@ def parsed(text: bytes) -> Table:
 
 def _slabs(info: ShardInfo, table: Mapping[str, Any]) -> list[Slab]:
     lengths = [_offsets(rows) for rows in table["lengths"]]
-    known: dict[tuple[int, int, int], tuple[list[Place], int]] = {}
+    known: dict[tuple[int, int, int], Layout] = {}
     slabs: list[Slab] = []
     block = 0
     for entry in table["slabs"]:
         at, size, blocks, layout = (index(entry[name]) for name in ("at", "size", "blocks", "layout"))
         kinds, sizes = info.kinds[block : block + blocks], info.sizes[block : block + blocks]
-        if not len(kinds) == blocks > 0 or len(set(kinds)) > 1 or at < 0 or at % ALIGNED or size < 0:
+        if not len(kinds) == blocks > 0 or len(set(kinds)) > 1 or at < 0 or at % ALIGNED:
             raise ValueError("its slabs are not those of its blocks")
         key = (kinds[0], sum(sizes), layout)
         if key not in known:
-            forms = [info.leaves[n][1] for n in info.signatures[kinds[0]]]
-            known[key] = places_of(forms, _rows(forms, sum(sizes), table["layouts"][layout], lengths))
-        places, end = known[key]
-        sums = np.frombuffer(bytes.fromhex(entry["xxh3"]), ">u8").astype(np.uint64)
-        if end > size or len(sums) != -(-size // PIECE):
-            raise ValueError(f"a slab of {size} bytes and {len(sums)} checksums has arrays of {end} bytes")
-        slabs.append(Slab(at, size, blocks, sum(sizes), sums, places))
+            leaves = [info.leaves[n] for n in info.signatures[kinds[0]]]
+            rows = _rows([form for _, form in leaves], sum(sizes), table["layouts"][layout], lengths)
+            known[key] = layout_of(leaves, rows)
+        sums = np.frombuffer(bytes.fromhex(entry["xxh3"]), ">u8").tolist()
+        if (size, len(sums)) != (known[key].size, known[key].pieces):
+            raise ValueError(
+                f"a slab of {size} bytes and {len(sums)} checksums has arrays of {known[key].size} bytes"
+            )
+        slabs.append(Slab(at, blocks, sum(sizes), sums, known[key]))
         block += blocks
     if block != len(info.sizes):
         raise ValueError(f"its slabs hold {block} blocks, it has {len(info.sizes)}")

@@ -41,7 +41,8 @@ from attrax.frontends.merge import last_step
 from attrax.frontends.newshard import NewShard
 from attrax.frontends.recording import Columns, KeepFactored, Record, record_of
 from attrax.frontends.shards import read_info
-from attrax.frontends.slabs import SLAB_BYTES, LostBytes
+from attrax.frontends.slabs import SLAB_BYTES
+from attrax.frontends.slabwriter import LostBytes
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

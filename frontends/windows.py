@@ -6,6 +6,7 @@ thread that reads ahead; it moves in the order of the reader's stream.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,10 +18,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attrax.core.packed import Memory, Packed
+from attrax.core.packed import Packed
 from attrax.core.schema import ShardInfo
 from attrax.frontends.background import ahead
+from attrax.frontends.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
 from attrax.frontends.buffers import Buffers
+from attrax.frontends.envelope import PAGE
 from attrax.frontends.merge import Rows
 from attrax.frontends.shards import Loaded, Shard, open_shard, read_rows
 
@@ -30,8 +33,6 @@ Shape: TypeAlias = int | Literal["step"] | None
 """Examples per block, "step" for one block an optimizer step, None for the blocks that were written."""
 
 
-Part: TypeAlias = tuple[int, int]
-"""A slab: the number of its shard, and its own."""
 Read: TypeAlias = Callable[[Part], Loaded]
 
 
@@ -51,33 +52,12 @@ class Reading:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BlockRows:
-    """Rows of a block, and the slab of each."""
-
-    rows: Rows
-    slab: Int[np.ndarray, " n"]
-
-    @property
-    def parts(self) -> list[Part]:
-        """The slabs that hold its rows."""
-        pairs = np.stack([self.rows.shard, self.slab], 1)
-        if (pairs == pairs[0]).all():
-            return [(int(pairs[0, 0]), int(pairs[0, 1]))]
-        return [(s, n) for s, n in np.unique(pairs, axis=0).tolist()]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Window:
     """Consecutive blocks, the files that hold them, and what is needed of each slab."""
 
     files: Mapping[int, Shard]
     wanted: Mapping[Part, Int[np.ndarray, " _"]]
     blocks: Sequence[BlockRows]
-
-
-def shards_in(rows: Rows) -> list[int]:
-    """Numbers of the shards that hold some rows."""
-    return np.unique(rows.shard).tolist()
 
 
 def windows_of(folder: Path, shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Generator[Window]:
@@ -117,8 +97,7 @@ def _ready(
         files[s] = files[s] if s in files else open_shard(folder, shards[s])
     wanted = wanted_rows(files, here)
     _announce(files, wanted)
-    pieces = zip([start, *stops[:-1]], stops, strict=True)
-    blocks = [block_rows(files, rows.take(slice(a, b))) for a, b in pieces]
+    blocks = list(blocks_of(files, here, (stop - start for stop in stops)))
     return Window({s: files[s] for s in shards_in(here)}, wanted, blocks)
 
 
@@ -138,54 +117,35 @@ def _planned(shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Itera
         block, start = last, stops[-1]
 
 
-def _slabs(files: Mapping[int, Shard], shard: int, row: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """Which slab of a shard holds each of some positions."""
-    return np.searchsorted(files[shard].table.starts, row, "right") - 1
-
-
-def block_rows(files: Mapping[int, Shard], rows: Rows) -> BlockRows:
-    """Rows of open shards, with their slabs."""
-    slab = np.empty(len(rows), np.int64)
-    for s in shards_in(rows):
-        here = rows.shard == s
-        slab[here] = _slabs(files, s, rows.row[here])
-    return BlockRows(rows, slab)
-
-
-def wanted_rows(files: Mapping[int, Shard], rows: Rows) -> dict[Part, Int[np.ndarray, " _"]]:
-    """Positions in each shard that lie in one slab."""
-    found: dict[Part, np.ndarray] = {}
-    for s in shards_in(rows):
-        row = np.unique(rows.row[rows.shard == s])
-        slab = _slabs(files, s, row)
-        for these in np.split(np.arange(len(row)), np.flatnonzero(np.diff(slab)) + 1):
-            found[s, int(slab[these[0]])] = row[these]
-    return found
-
-
 def _announce(files: Mapping[int, Shard], wanted: Mapping[Part, Int[np.ndarray, " _"]]) -> None:
-    """Let the system read the slabs that are needed whole."""
+    """Let the system read the slabs that are needed whole, neighbors in one go."""
     if not hasattr(os, "posix_fadvise"):
         return
+    ranges: list[tuple[int, int, int]] = []
     for (s, number), row in wanted.items():
         slab, envelope = files[s].table.slabs[number], files[s].envelope
-        if len(row) == slab.examples:
-            os.posix_fadvise(envelope.descriptor, envelope.at + slab.at, slab.size, os.POSIX_FADV_WILLNEED)
-
-
-def read_part(
-    files: Mapping[int, Shard], wanted: Mapping[Part, Int[np.ndarray, " _"]], part: Part, memory: Memory
-) -> Loaded:
-    """What is needed of a slab."""
-    return read_rows(files[part[0]], part[1], wanted[part], memory)
+        if len(row) < slab.examples:
+            continue
+        begin, end = envelope.at + slab.at, envelope.at + slab.at + slab.size
+        if ranges and ranges[-1][0] == envelope.descriptor and 0 <= begin - ranges[-1][2] < PAGE:
+            begin = ranges.pop()[1]
+        ranges.append((envelope.descriptor, begin, end))
+    for descriptor, begin, end in ranges:
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
 def as_needed(windows: Generator[Window]) -> Generator[tuple[Read, Sequence[BlockRows]]]:
-    """Every slab is read when a block needs it, into memory that an earlier one does not use any more."""
+    """Every stretch is read when a block needs it, into memory that an earlier one does not use any more."""
     memory = Buffers().array
     with closing(windows):
         for window in windows:
-            yield (lambda part, w=window: read_part(w.files, w.wanted, part, memory)), window.blocks
+            needed = Counter(part for block in window.blocks for part in block.parts)
+
+            def read(part: Part, window: Window = window, needed: Counter[Part] = needed) -> Loaded:
+                keep = needed[part] > 1
+                return read_rows(window.files[part[0]], part[1], window.wanted[part], memory, keep=keep)
+
+            yield read, window.blocks
 
 
 def moved(windows: Generator[Window], reading: Reading) -> Generator[tuple[Read, Sequence[BlockRows]]]:
@@ -198,7 +158,10 @@ def moved(windows: Generator[Window], reading: Reading) -> Generator[tuple[Read,
     def whole() -> Generator[tuple[dict[Part, Loaded], Sequence[BlockRows]]]:
         with closing(windows):
             for window in windows:
-                parts = {part: read_part(window.files, window.wanted, part, memory) for part in window.wanted}
+                parts = {
+                    (s, number): read_all(read_rows(window.files[s], number, rows, memory))
+                    for (s, number), rows in window.wanted.items()
+                }
                 yield parts, window.blocks
 
     with closing(ahead(whole(), reading.prefetch) if reading.prefetch else whole()) as read:
@@ -224,10 +187,15 @@ def _block_ends(rows: Rows, shape: Shape) -> np.ndarray:
     )
 
 
+def read_all(read: Loaded) -> Loaded:
+    """With all leaves read."""
+    return replace(read, leaves=dict(read.leaves))
+
+
 def mapped(read: Loaded, function: Callable[[Tensor], Tensor]) -> Loaded:
     """With a function of every array of a leaf."""
 
     def each(packed: Packed) -> Packed:
-        return replace(packed, arrays=tuple(map(function, packed.arrays)), uses=tuple(map(each, packed.uses)))
+        return packed._replace(arrays=tuple(map(function, packed.arrays)), uses=tuple(map(each, packed.uses)))
 
     return replace(read, leaves={name: each(packed) for name, packed in read.leaves.items()})

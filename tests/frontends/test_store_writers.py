@@ -15,7 +15,7 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, materialized
 from attrax.frontends import sink as sinks
-from attrax.frontends import slabs
+from attrax.frontends import slabwriter
 from attrax.frontends.store import open_store, store
 from attrax.methods import graddot
 
@@ -151,7 +151,7 @@ def test_a_full_disk_keeps_what_is_waiting(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(slabs.os, "pwritev", full)
+        patch.setattr(slabwriter.os, "pwritev", full)
         for write_out in (sink.flush, sink.close):
             with pytest.raises(OSError, match="2 examples are still waiting"):
                 write_out()
@@ -169,7 +169,7 @@ def test_a_block_that_the_disk_did_not_take_may_be_changed_afterwards(tmp_path, 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(slabs.os, "pwritev", full)
+        patch.setattr(slabwriter.os, "pwritev", full)
         with pytest.raises(OSError, match="4 examples are still waiting"):
             sink(Block(GradTree({"w": materialized("w", x)}), Examples(tuple("abcd"))))
     x.zero_()
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_block_leaves_nothing_of_it(tmp_p
 
     x = torch.randn(3, 1, 2**20)
     with store(tmp_path) as sink:
-        monkeypatch.setattr(slabs.os, "pwritev", tight)
+        monkeypatch.setattr(slabwriter.os, "pwritev", tight)
         for n in range(3):
             with pytest.raises(OSError, match="still waiting"):
                 sink(Block(GradTree({"w": materialized("w", x[n])}), Examples((str(n),))))
@@ -217,7 +217,7 @@ def test_a_flush_that_failed_writes_everything_again(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"Input/output error.*4 examples are still waiting"):
         sink.flush()
     monkeypatch.setattr(sinks, "publish", real_publish)
-    monkeypatch.setattr(slabs.os, "pwrite", pwrite)
+    monkeypatch.setattr(slabwriter.os, "pwrite", pwrite)
     sink.close()
     assert written[:8] == [2**18] * 8
     found: Any = open_store(tmp_path).block("abcd").grads

@@ -1,0 +1,140 @@
+"""Read a slab: a stretch comes back in one piece, of which the arrays are views.
+
+A checksum is compared while its bytes are in the processor's cache.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from attrax.core.packed import Memory, Packed, take_packed
+from attrax.core.schema import Form
+from attrax.frontends.h5types import bytes_of, read_bytes
+from attrax.frontends.slabs import PIECE, PIECES, Layout, Place, Slab, Stretch
+
+
+class Lazily(Mapping[str, Packed]):
+    """Leaves of a slab, read when they are asked for, a stretch at a time.
+
+    The memory of a large block is that of its largest leaf, if every leaf is done with before the next is asked for.
+    """
+
+    def __init__(
+        self, layout: Layout, read: Callable[[Stretch], Callable[[str], Packed]], keep: bool
+    ) -> None:
+        """With a function that reads a stretch and finds leaves in it; keep all, or only the last one."""
+        self._layout, self._read, self._keep = layout, read, keep
+        self._held: dict[int, Callable[[str], Packed]] = {}
+
+    def __getitem__(self, name: str) -> Packed:
+        number = self._layout.stretch_of[name]
+        if number not in self._held:
+            if not self._keep:
+                self._held.clear()
+            self._held[number] = self._read(self._layout.stretches[number])
+        return self._held[number](name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.stretch_of)
+
+    def __len__(self) -> int:
+        return len(self._layout.stretch_of)
+
+
+def read_stretch(
+    descriptor: int, at: int, slab: Slab, stretch: Stretch, rows: Int[np.ndarray, " n"], memory: Memory
+) -> Callable[[str], Packed]:
+    """Read examples of a stretch, and no more than the pieces that they lie in.
+
+    Args:
+        descriptor: The file.
+        at: Where the slab begins.
+        slab: The slab.
+        stretch: The stretch.
+        rows: Positions in the slab, ascending and distinct.
+        memory: Makes memory for the stretch.
+
+    Returns:
+        Gives the packed leaf of a name; raises ValueError if ids are not in its vocabulary.
+
+    Raises:
+        ValueError: If a checksum does not fit; names the leaf.
+    """
+    some = len(rows) < slab.examples
+    out = memory((stretch.size,), torch.uint8)
+    data, start = bytes_of(out), at + stretch.at
+    for first, last in _runs(_needed(stretch, rows)) if some else [(0, stretch.pieces)]:
+        for number in range(first, last, PIECES):
+            stop = min(number + PIECES, last)
+            read_bytes(descriptor, start + number * PIECE, data[number * PIECE : stop * PIECE])
+            for n in range(number, stop):
+                if xxh3_64_intdigest(data[n * PIECE : (n + 1) * PIECE]) != slab.checksums[stretch.first + n]:
+                    raise ValueError(
+                        f"{_leaf_at(stretch, n * PIECE)}the checksum of the bytes from "
+                        f"{slab.at + stretch.at + n * PIECE} of the data on does not fit"
+                    )
+    views = {dtype: out.view(dtype) for dtype in stretch.dtypes}
+
+    def leaf(name: str) -> Packed:
+        form, places = stretch.leaves[name]
+        packed = _packed(form, iter(places), views, slab.examples)
+        packed = take_packed(packed, rows) if some else packed
+        _check_ids(name, packed)
+        return packed
+
+    return leaf
+
+
+def _needed(stretch: Stretch, rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " pieces"]:
+    """Which pieces hold rows of some examples."""
+    opened = np.zeros(stretch.pieces + 1, np.int64)
+    for place in (place for _, places in stretch.leaves.values() for place in places):
+        begins, ends = place.offsets[rows], place.offsets[rows + 1]
+        begins, ends = begins[ends > begins], ends[ends > begins]
+        for array in place.arrays:
+            if array.row:
+                np.add.at(opened, (array.at + begins * array.row) // PIECE, 1)
+                np.add.at(opened, (array.at + ends * array.row - 1) // PIECE + 1, -1)
+    return opened.cumsum()[:-1] > 0
+
+
+def _runs(chosen: Bool[np.ndarray, " n"]) -> list[tuple[int, int]]:
+    """First and last of each run of neighbors, the last one not included."""
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _leaf_at(stretch: Stretch, begin: int) -> str:
+    """The leaves whose arrays reach into a piece, as the begin of a message."""
+    touched = [
+        name
+        for name, (_, places) in stretch.leaves.items()
+        if any(x.at < begin + PIECE and x.end > begin for place in places for x in place.arrays)
+    ]
+    return f"leaf {' or '.join(map(repr, touched[:5]))}: " if touched else ""
+
+
+def _packed(
+    form: Form, places: Iterator[Place], views: Mapping[torch.dtype, Tensor], examples: int
+) -> Packed:
+    if form.uses:
+        uses = tuple(_packed(use, places, views, examples) for use in form.uses)
+        return Packed(form, (), np.arange(examples + 1), uses)
+    place = next(places)
+    arrays = tuple([views[x.dtype].as_strided(x.shape, x.stride, x.first) for x in place.arrays])
+    return Packed(form, arrays, place.offsets)
+
+
+def _check_ids(name: str, packed: Packed) -> None:
+    for use in packed.uses:
+        _check_ids(name, use)
+    if packed.form.kind == "Lookup" and packed.arrays[0].numel():
+        low, high = (int(x) for x in packed.arrays[0].aminmax())
+        if low < 0 or high >= packed.form.rows:
+            raise ValueError(
+                f"leaf '{name}': its ids reach from {low} to {high}, its vocabulary has {packed.form.rows} entries"
+            )
