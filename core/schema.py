@@ -15,7 +15,7 @@ same forms, about 1 MiB together or one block if that is larger.  The table has 
                   by example, null where unknown; weight_bits by block (precision of its weights)
     values        of each further column, its dtype (null for texts) and values by example
     slabs         each {at, size, blocks, layout, xxh3}: it is ``data[at : at + size]``, holds so many blocks, and xxh3
-                  has 16 hexadecimal digits for each 256 KiB of it, the last one for what remains: their XXH3-64
+                  has 16 hexadecimal digits for each of its pieces: their XXH3-64
     layouts       for each group of arrays in a slab a number of `lengths`, or null
     lengths       lists of numbers of rows by example of a slab
 
@@ -28,6 +28,10 @@ next multiple of 64 bytes.  It holds the rows of all examples of the slab end to
     Diagonal          x [R, d or 1], g [R, d]
     Grouped           a [R, U, Ni], g [R, U, No]
     Materialized      w [n, *shape]: one row an example, no lengths
+
+A slab is made of stretches, which can be read alone.  A stretch begins and ends at a multiple of 64 bytes; it ends with
+the leaf that makes it 4 MiB or longer, or the last one.  It has a piece for each 256 KiB of it, the last one for what
+remains.
 
 The trailing rows in which an example's g is zero are not stored (with several calls: those of every call).
 """
@@ -51,7 +55,7 @@ from attrax.core.leaves import (
 )
 
 FORMAT = "attrax gradient shard"
-SCHEMA = 3
+SCHEMA = 4
 SUFFIX = ".shard.h5"
 
 ARRAYS: Mapping[str, tuple[str, ...]] = {

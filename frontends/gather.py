@@ -54,9 +54,7 @@ def gather(
         opened = {s: files.enter_context(closing(open_shard(folder, shards[s]))) for s in shards_in(rows)}
         wanted = wanted_rows(opened, rows)
         loaded = {
-            (s, number): mapped(
-                read_rows(opened[s], number, row, uninitialized), lambda x: x.to(reading.device)
-            )
+            (s, number): mapped(read_rows(opened[s], number, row, uninitialized), reading.placed)
             for (s, number), row in wanted.items()
         }
         (block,) = blocks_of(opened, rows, [len(rows)])
@@ -124,11 +122,11 @@ def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
 def _leaf(name: str, pieces: Sequence[_Piece], build: bool) -> Leaf:
     """One leaf of a block, from what its slabs hold in one form or another."""
     if len(pieces) == 1:
-        leaf = unpack(take_packed(pieces[0].read.leaves[name], pieces[0].place))
+        leaf = unpack(take_packed(pieces[0].read.leaf(name), pieces[0].place))
         return materialize_leaf(leaf) if build else leaf
     found: dict[Form, list[tuple[_Piece, Packed]]] = {}
     for piece in pieces:
-        packed = piece.read.leaves[name]
+        packed = piece.read.leaf(name)
         found.setdefault(packed.form, []).append((piece, take_packed(packed, piece.place)))
     leaves = [unpack(concat_packed([packed for _, packed in same])) for same in found.values()]
     leaf = concat([materialize_leaf(leaf) for leaf in leaves] if build else leaves)

@@ -21,7 +21,7 @@ from attrax.frontends.envelope import Envelope, OtherSchema, opened
 from attrax.frontends.h5types import open_file
 from attrax.frontends.recording import Column, Record
 from attrax.frontends.shardtable import Table, parsed
-from attrax.frontends.slabreader import Lazily, read_stretch
+from attrax.frontends.slabreader import lazily, read_stretch
 from attrax.frontends.slabs import DTYPES, Stretch
 
 _DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError)
@@ -104,11 +104,13 @@ class Loaded:
 
     Attributes:
         rows: Their positions in the shard [n], ascending.
-        leaves: Packed leaves by name.
+        names: Names of its leaves.
+        leaf: Gives the packed leaf of a name.
     """
 
     rows: Int[np.ndarray, " n"]
-    leaves: Mapping[str, Packed]
+    names: tuple[str, ...]
+    leaf: Callable[[str], Packed]
 
 
 def read_rows(
@@ -130,7 +132,7 @@ def read_rows(
         with _explained(name, "its data"):
             return read_stretch(envelope.descriptor, envelope.at + slab.at, slab, stretch, here, memory)
 
-    return Loaded(rows, Lazily(slab.layout, read, keep))
+    return Loaded(rows, tuple(slab.layout.stretch_of), lazily(slab.layout, read, keep=keep))
 
 
 def read_column(folder: Path, info: ShardInfo, name: str) -> Column:
@@ -185,5 +187,5 @@ def _record(
         info.rates[block],
     )
     place = slice(start - int(loaded.rows[0]), start - int(loaded.rows[0]) + size)
-    leaves = {name: unpack(take_packed(packed, place)) for name, packed in loaded.leaves.items()}
+    leaves = {name: unpack(take_packed(loaded.leaf(name), place)) for name in loaded.names}
     return Record(examples, leaves, {name: v[start : start + size] for name, v in columns.items()})

@@ -17,32 +17,31 @@ from attrax.frontends.h5types import bytes_of, read_bytes
 from attrax.frontends.slabs import PIECE, PIECES, Layout, Place, Slab, Stretch
 
 
-class Lazily(Mapping[str, Packed]):
+def lazily(
+    layout: Layout, read: Callable[[Stretch], Callable[[str], Packed]], *, keep: bool
+) -> Callable[[str], Packed]:
     """Leaves of a slab, read when they are asked for, a stretch at a time.
 
-    The memory of a large block is that of its largest leaf, if every leaf is done with before the next is asked for.
+    Args:
+        layout: Where they lie.
+        read: Reads a stretch; see `read_stretch`.
+        keep: Whether to hold all that was read, or only the last stretch: the memory of a large block is that of its
+            largest leaf, if every leaf is done with before the next is asked for.
+
+    Returns:
+        Gives the packed leaf of a name.
     """
+    held: dict[int, Callable[[str], Packed]] = {}
 
-    def __init__(
-        self, layout: Layout, read: Callable[[Stretch], Callable[[str], Packed]], keep: bool
-    ) -> None:
-        """With a function that reads a stretch and finds leaves in it; keep all, or only the last one."""
-        self._layout, self._read, self._keep = layout, read, keep
-        self._held: dict[int, Callable[[str], Packed]] = {}
+    def leaf(name: str) -> Packed:
+        number = layout.stretch_of[name]
+        if number not in held:
+            if not keep:
+                held.clear()
+            held[number] = read(layout.stretches[number])
+        return held[number](name)
 
-    def __getitem__(self, name: str) -> Packed:
-        number = self._layout.stretch_of[name]
-        if number not in self._held:
-            if not self._keep:
-                self._held.clear()
-            self._held[number] = self._read(self._layout.stretches[number])
-        return self._held[number](name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout.stretch_of)
-
-    def __len__(self) -> int:
-        return len(self._layout.stretch_of)
+    return leaf
 
 
 def read_stretch(
@@ -59,10 +58,10 @@ def read_stretch(
         memory: Makes memory for the stretch.
 
     Returns:
-        Gives the packed leaf of a name; raises ValueError if ids are not in its vocabulary.
+        Gives the packed leaf of a name.
 
     Raises:
-        ValueError: If a checksum does not fit; names the leaf.
+        ValueError: If a checksum does not fit, or ids are not in the vocabulary; names the leaf.
     """
     some = len(rows) < slab.examples
     out = memory((stretch.size,), torch.uint8)
@@ -82,10 +81,11 @@ def read_stretch(
     def leaf(name: str) -> Packed:
         form, places = stretch.leaves[name]
         packed = _packed(form, iter(places), views, slab.examples)
-        packed = take_packed(packed, rows) if some else packed
-        _check_ids(name, packed)
-        return packed
+        return take_packed(packed, rows) if some else packed
 
+    for name, (form, _) in stretch.leaves.items():
+        if form.kind in ("Lookup", "Sum"):
+            _check_ids(name, leaf(name))
     return leaf
 
 

@@ -50,6 +50,10 @@ class Reading:
         """Whether leaves go to a device."""
         return self.device is not None and self.device.type != "cpu"
 
+    def placed(self, x: Tensor) -> Tensor:
+        """An array where it is asked for."""
+        return x if self.device is None else x.to(self.device, non_blocking=True)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Window:
@@ -159,18 +163,14 @@ def moved(windows: Generator[Window], reading: Reading) -> Generator[tuple[Read,
         with closing(windows):
             for window in windows:
                 parts = {
-                    (s, number): read_all(read_rows(window.files[s], number, rows, memory))
+                    (s, number): mapped(read_rows(window.files[s], number, rows, memory), lambda x: x)
                     for (s, number), rows in window.wanted.items()
                 }
                 yield parts, window.blocks
 
     with closing(ahead(whole(), reading.prefetch) if reading.prefetch else whole()) as read:
         for loaded, blocks in read:
-            moved = {
-                part: mapped(x, lambda x: x.to(reading.device, non_blocking=True))
-                for part, x in loaded.items()
-            }
-            yield moved.__getitem__, blocks
+            yield {part: mapped(x, reading.placed) for part, x in loaded.items()}.__getitem__, blocks
 
 
 def _block_ends(rows: Rows, shape: Shape) -> np.ndarray:
@@ -187,15 +187,10 @@ def _block_ends(rows: Rows, shape: Shape) -> np.ndarray:
     )
 
 
-def read_all(read: Loaded) -> Loaded:
-    """With all leaves read."""
-    return replace(read, leaves=dict(read.leaves))
-
-
 def mapped(read: Loaded, function: Callable[[Tensor], Tensor]) -> Loaded:
-    """With a function of every array of a leaf."""
+    """With all leaves read, and a function of every array."""
 
     def each(packed: Packed) -> Packed:
         return packed._replace(arrays=tuple(map(function, packed.arrays)), uses=tuple(map(each, packed.uses)))
 
-    return replace(read, leaves={name: each(packed) for name, packed in read.leaves.items()})
+    return replace(read, leaf={name: each(read.leaf(name)) for name in read.names}.__getitem__)

@@ -218,7 +218,7 @@ def test_plain_h5py_reads_a_shard(tmp_path, rng):
     block = make(every_kind(rng, torch.float32), ["a", "", "ü", "b"], step=3, weight=torch.ones(4))
     write(tmp_path, block, keep_factored=True)
     with h5py.File(shard(tmp_path)) as file:
-        assert (file.attrs["format"], file.attrs["schema"]) == (b"attrax gradient shard", 3)
+        assert (file.attrs["format"], file.attrs["schema"]) == (b"attrax gradient shard", 4)
         assert all(file[name].dtype == np.uint8 and not file[name].chunks for name in ("data", "table"))
     ids, _, _, lengths, arrays = next(found for found in slabs(shard(tmp_path)) if found[1] == "fc.weight")
     assert (ids, lengths) == (["a", "", "ü", "b"], list(LENGTHS))
@@ -248,23 +248,30 @@ def test_rows_wider_than_a_piece_come_back_bit_by_bit(tmp_path, rng):
     assert torch.equal(found["w"].w, wide["w"].w)
 
 
-def test_every_quarter_of_a_mebibyte_has_a_checksum(tmp_path, rng):
-    leaves = {
-        n: materialized(n, torch.randn(100, size, generator=rng)) for n, size in (("v", 7), ("w", 2000))
-    }
-    write(tmp_path, make(leaves, map(str, range(100))), make({"x": materialized("x", torch.ones(1, 9))}, "x"))
+def pieces(sizes: list[int]) -> list[tuple[int, int]]:
+    """Where the pieces of arrays of these sizes begin and end, by the rule that `attrax.core.schema` states."""
+    found, at, end = [], 0, 0
+    for number, size in enumerate(sizes, 1):
+        end = end + -end % 64 + size
+        if end - at >= 2**22 or number == len(sizes):
+            end += -end % 64
+            found += [(n, min(n + 2**18, end)) for n in range(at, end, 2**18)]
+            at = end
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(7, 2000), (1, 3), (700_000, 300_000, 100_000, 9, 2_000_000, 5)])
+def test_every_quarter_of_a_mebibyte_of_a_stretch_has_a_checksum(tmp_path, rng, sizes):
+    leaves = {f"{n}": materialized(f"{n}", torch.randn(1, k, generator=rng)) for n, k in enumerate(sizes)}
+    write(tmp_path, make(leaves, "a"), make({"x": materialized("x", torch.ones(1, 9))}, "x"))
     with h5py.File(shard(tmp_path)) as file:
         plain: Any = file
         data = plain["data"][:].tobytes()
         assert int(plain["table"].attrs["xxh3"]) == xxh3_64_intdigest(plain["table"][:].tobytes())
-    first, second = table(tmp_path)["slabs"]
-    assert first["size"] == 2816 + 800_000 and second["size"] == 36 and len(first["xxh3"]) == 16 * 4
-    for slab in (first, second):
+    for slab, arrays in zip(table(tmp_path)["slabs"], ([4 * k for k in sizes], [36]), strict=True):
         whole = data[slab["at"] : slab["at"] + slab["size"]]
-        assert slab["xxh3"] == "".join(
-            xxh3_64_hexdigest(whole[n : n + 2**18]) for n in range(0, len(whole), 2**18)
-        )
-        assert slab["at"] % 512 == 0
+        assert slab["xxh3"] == "".join(xxh3_64_hexdigest(whole[a:b]) for a, b in pieces(arrays))
+        assert slab["at"] % 512 == 0 and slab["size"] == pieces(arrays)[-1][1]
 
 
 def test_small_blocks_of_one_kind_share_a_slab(tmp_path, rng):

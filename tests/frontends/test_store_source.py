@@ -20,6 +20,7 @@ from attrax.core import (
 )
 from attrax.core.kronecker import kronecker_sums, merge
 from attrax.frontends import windows
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.gather import stream
 from attrax.frontends.store import open_store, store
 from attrax.methods import ekfac, gradcos, graddot, self_influence, tracin
@@ -193,12 +194,46 @@ def test_further_columns(tmp_path):
 def test_memory_is_bounded_by_a_window_of_blocks(tmp_path, monkeypatch):
     read_at_once = []
     real = windows.read_rows
-    monkeypatch.setattr(windows, "read_rows", lambda *args: read_at_once.append(len(args[2])) or real(*args))
+    monkeypatch.setattr(
+        windows, "read_rows", lambda *args, **kind: read_at_once.append(len(args[2])) or real(*args, **kind)
+    )
     blocks = [make({"w": materialized("w", torch.full((1, 1024), float(n)))}, [str(n)]) for n in range(40)]
     open_ = write(tmp_path, *blocks)
     reading = windows.Reading(window_bytes=5 * 4500)
     found = list(stream(open_.path, open_.shards, open_.rows, frozenset(), reading))
     assert len(found) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The sizes of the memory that is asked for to read stretches."""
+    sizes: list[int] = []
+    real = Buffers.array
+
+    def array(self, shape, dtype):
+        sizes.append(shape[0])
+        return real(self, shape, dtype)
+
+    monkeypatch.setattr(Buffers, "array", array)
+    return sizes
+
+
+def test_a_large_block_is_in_memory_a_few_leaves_at_a_time(tmp_path, rng, asked):
+    leaves = {f"{n:02}": materialized(f"{n}", torch.randn(2, 2**18, generator=rng)) for n in range(16)}
+    source = write(tmp_path, make(leaves, "ab"))
+    ((_, places),) = source.map(lambda name, leaf, _: leaf.w.untyped_storage().data_ptr())
+    assert asked == [2**22] * 8 and len(set(places.values())) == 2
+    ((_, kept),) = source.map(lambda name, leaf, _: leaf)
+    assert all(torch.equal(leaf.w, leaves[name].w) for name, leaf in kept.items())
+
+
+def test_blocks_that_share_a_slab_read_it_once(tmp_path, rng, asked):
+    leaves = {f"{n}": materialized(f"{n}", torch.randn(4, 2**19, generator=rng)) for n in range(3)}
+    write(tmp_path, make(leaves, "abcd"))
+    blocks = list(open_store(tmp_path, block_examples=1).map(lambda name, leaf, _: leaf.w))
+    assert asked == [2**23] * 3
+    for n, (_, found) in enumerate(blocks):
+        assert all(torch.equal(w[0], leaves[name].w[n]) for name, w in found.items())
 
 
 def test_small_appends_and_scattered_reads_are_fast(tmp_path, rng):

@@ -11,7 +11,7 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, factorized, materialize_leaf, materialized, projected
 from attrax.core.projection import Projection
-from attrax.frontends import slabs
+from attrax.frontends import slabreader
 from attrax.frontends.compaction import compact_store
 from attrax.frontends.damages import damages
 from attrax.frontends.store import open_store, store
@@ -256,7 +256,7 @@ def test_selecting_by_id_and_step_reads_only_those(tmp_path, rng):
 
 
 def test_an_example_costs_its_pieces_and_not_the_shard(tmp_path, rng, monkeypatch):
-    x, real, read = torch.randn(1000, 8192, generator=rng), slabs.read_bytes, []
+    x, real, read = torch.randn(1000, 8192, generator=rng), slabreader.read_bytes, []
     source = write(
         tmp_path, make({"w": materialized("w", x), "v": materialized("v", -x)}, map(str, range(1000)))
     )
@@ -265,7 +265,7 @@ def test_an_example_costs_its_pieces_and_not_the_shard(tmp_path, rng, monkeypatc
         read.append(len(out))
         real(descriptor, at, out)
 
-    monkeypatch.setattr(slabs, "read_bytes", read_bytes)
+    monkeypatch.setattr(slabreader, "read_bytes", read_bytes)
     found = source.block(["999", "500"]).grads
     assert torch.equal(found["w"].w, x[[999, 500]]) and torch.equal(found["v"].w, -x[[999, 500]])
     assert sum(read) <= 6 * 2**18
