@@ -8,9 +8,9 @@ N examples lie one after another in K blocks, and these in slabs: neighboring bl
 same forms, about 1 MiB together or one block if that is larger.  The table has these keys:
 
     run, rank, sequence, first, writer, created, steps_done, replaces, ids [N], steps, micros, sizes, fingerprints,
-    rates, kinds [K], signatures, leaves, columns
+    rates, kinds, absent [K], signatures, leaves, absences, columns
                   the fields of `ShardInfo`; block b has the leaves ``signatures[kinds[b]]``, numbers of entries of
-                  `leaves`, each a name and a form
+                  `leaves`, each a name and a form; gradients of the parameters ``absences[absent[b]]`` are zero
     weight, tokens
                   by example, null where unknown; weight_bits by block (precision of its weights)
     values        of each further column, its dtype (null for texts) and values by example
@@ -141,8 +141,10 @@ class ShardInfo:
         fingerprints: Parameter fingerprint of each block.
         rates: Learning rate of each block, or None.
         kinds: Signature number of each block.
+        absent: Number of each block's list of selected parameters that it did not reach: they have no leaf.
         signatures: Leaf numbers of each signature.
         leaves: (name, form) of each leaf number.
+        absences: Lists of parameters.
         columns: Names of further columns.
     """
 
@@ -163,8 +165,10 @@ class ShardInfo:
     fingerprints: tuple[str, ...]
     rates: tuple[float | None, ...]
     kinds: tuple[int, ...]
+    absent: tuple[int, ...]
     signatures: tuple[tuple[int, ...], ...]
     leaves: tuple[tuple[str, Form], ...]
+    absences: tuple[tuple[str, ...], ...]
     columns: tuple[str, ...] = ()
 
 
@@ -321,8 +325,10 @@ def info_from_json(entry: Mapping[str, Any]) -> ShardInfo:
         fingerprints=items("fingerprints", str),
         rates=items("rates", float, type(None)),
         kinds=items("kinds", int),
+        absent=items("absent", int),
         signatures=tuple(tuple(int(number) for number in signature) for signature in entry["signatures"]),
         leaves=tuple((str(name), _cached_form(json.dumps(form))) for name, form in entry["leaves"]),
+        absences=tuple(tuple(str(name) for name in names) for names in entry["absences"]),
         columns=items("columns", str),
     )
     _check(info)
@@ -331,11 +337,13 @@ def info_from_json(entry: Mapping[str, Any]) -> ShardInfo:
 
 def _check(info: ShardInfo) -> None:
     K, S, L = len(info.sizes), len(info.signatures), len(info.leaves)
-    columns = (info.steps, info.micros, info.fingerprints, info.rates, info.kinds)
+    columns = (info.steps, info.micros, info.fingerprints, info.rates, info.kinds, info.absent)
     if any(len(column) != K for column in columns) or any(size < 0 for size in info.sizes):
         raise ValueError("its lists of blocks have different lengths")
     if sum(info.sizes) != len(info.ids):
         raise ValueError(f"it has {len(info.ids)} ids, its blocks have {sum(info.sizes)} examples")
+    if any(not 0 <= n < len(info.absences) for n in info.absent):
+        raise ValueError("its blocks have lists of absent parameters that it does not have")
     if any(not 0 <= k < S for k in info.kinds) or any(not 0 <= n < L for s in info.signatures for n in s):
         raise ValueError("its blocks name leaves that it does not have")
     names = [[info.leaves[n][0] for n in signature] for signature in info.signatures]

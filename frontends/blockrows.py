@@ -1,6 +1,6 @@
 """Where the examples of blocks lie: in which slabs, and what the tables of open shards say of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
+from attrax.core.schema import ShardInfo
 from attrax.core.tree import Examples
 from attrax.frontends.merge import Rows
 from attrax.frontends.shards import Shard
@@ -88,7 +89,16 @@ def _examples(files: Mapping[int, Shard], rows: Rows) -> Examples:
         torch.from_numpy(_values({s: t.tokens for s, t in tables.items()}, rows)) if counted else None,
         info.fingerprints[at],
         info.rates[at],
+        _absent([tables[s].info for s, _ in blocks], [b for _, b in blocks]),
     )
+
+
+def _absent(infos: Sequence[ShardInfo], blocks: Sequence[int]) -> tuple[str, ...]:
+    """The parameters that none of some blocks has reached."""
+    first, *others = dict.fromkeys(
+        info.absences[info.absent[b]] for info, b in zip(infos, blocks, strict=True)
+    )
+    return tuple(name for name in first if all(name in other for other in others))
 
 
 def _values(columns: Mapping[int, np.ndarray], rows: Rows) -> np.ndarray:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from attrax.core import Block, Examples, GradTree, Leaf, Transform
 from attrax.core.factorization import RULES, Rule
+from attrax.core.leaves import covers
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
@@ -89,6 +90,7 @@ class Capture:
         self.after_backward, self.before_step = tuple(after_backward), tuple(before_step)
         self.skipped: list[tuple[str, str]] = []
         self.unreached: set[str] = set()
+        self._covers: dict[str, tuple[str, ...]] = {}
         self._reselect, self._on_nonfinite = reselect, on_nonfinite
         self._ids, self._owners = ids, owners
         self._normalization = Normalization(loss, scaler)
@@ -191,6 +193,7 @@ class Capture:
         if "together" in run.notes:
             leaf = together(leaf, run.notes["together"])
         run.found["bad"][name] = nonfinite_examples(leaf)
+        self._covers[name] = covers(leaf)
         if self._sums is not None:
             self._sums.add(name, leaf)
         late = run.found["directions"] is not None or self.after_backward
@@ -215,6 +218,8 @@ class Capture:
         if self._sums is not None:
             self._sums.check([run.notes.get("fresh", set()) for run in runs])
         found = merged([run.found for run in runs if run.found])
+        for x in found:
+            x["examples"] = self._with_absent(x)
         blocks = self._called(runs, found)
         self._first = False
         self._discards.remember(self._steps.parameters())
@@ -232,6 +237,13 @@ class Capture:
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
+
+    def _with_absent(self, found: Found) -> Examples:
+        """The examples of a backward; the direction of a parameter that it did not reach need not be zero."""
+        if found["directions"] is not None:
+            return found["examples"]
+        reached = {parameter for name in found["bad"] for parameter in self._covers[name]}
+        return replace(found["examples"], absent=tuple(sorted(self._wanted - reached)))
 
     def _called(self, runs: list[Pass], found: list[Found]) -> list[Block]:
         """The blocks of a backward, as the callbacks have left their examples in `.grad`."""

@@ -119,6 +119,7 @@ def _table(slabs: Sequence[_Written], header: Mapping[str, Any]) -> dict[str, An
     signatures: dict[tuple[int, ...], int] = {}
     layouts: dict[tuple[int | None, ...], int] = {}
     lengths: dict[tuple[int, ...], int] = {}
+    absences: dict[tuple[str, ...], int] = {}
     kinds: list[int] = []
     places: list[dict[str, Any]] = []
     for slab in slabs:
@@ -140,8 +141,10 @@ def _table(slabs: Sequence[_Written], header: Mapping[str, Any]) -> dict[str, An
         fingerprints=tuple(e.fingerprint for e in blocks),
         rates=tuple(e.learning_rate for e in blocks),
         kinds=tuple(kinds),
+        absent=tuple(absences.setdefault(e.absent, len(absences)) for e in blocks),
         signatures=tuple(signatures),
         leaves=tuple(leaves),
+        absences=tuple(absences),
         columns=tuple(columns[0]),
         **header,
     )

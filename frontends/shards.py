@@ -185,6 +185,7 @@ def _record(
         torch.from_numpy(table.tokens[start : start + size]) if table.has_tokens[block] else None,
         info.fingerprints[block],
         info.rates[block],
+        info.absences[info.absent[block]],
     )
     place = slice(start - int(loaded.rows[0]), start - int(loaded.rows[0]) + size)
     leaves = {name: unpack(take_packed(loaded.leaf(name), place)) for name in loaded.names}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attrax.core import Recorded, collect
 from attrax.frontends import capture, live, open_store, open_trajectory, record, replay, store
+from attrax.frontends.compaction import compact_store
 from attrax.methods import Less, dvemb, ekfac, gradcos, graddot, less, trajectory_influence
 
 from ..core.dense import assert_same
@@ -74,15 +75,34 @@ def test_products_and_cosines(queries):
     assert_same(gradcos(train, query).values, G @ V.T / norms)
 
 
+def stored(path: Any, model: nn.Module, batches: list[Any], **options: Any) -> Any:
+    with store(path) as sink, capture(model, sinks=[sink], loss="sum"):
+        for each in batches:
+            loss(model, each).sum().backward()
+    return open_store(path, **options)
+
+
 @QUERIES
-def test_products_from_stores(queries, tmp_path):
-    model, batches = Routed(), [*queries, batch(1, 0)]
-    for name, data in (("train", TRAIN), ("query", batches)):
-        with store(tmp_path / name) as sink, capture(model, sinks=[sink], loss="sum"):
-            for each in data:
-                loss(model, each).sum().backward()
-    values = graddot(open_store(tmp_path / "train"), open_store(tmp_path / "query")).values
-    assert_same(values, dense(model, TRAIN) @ dense(model, batches).T)
+@pytest.mark.parametrize("train", [TRAIN, TRAIN[:1], TRAIN[1:2]], ids=["all", "one expert", "no expert"])
+def test_products_from_stores(queries, train, tmp_path):
+    model = Routed()
+    values = graddot(stored(tmp_path / "train", model, train), stored(tmp_path / "query", model, queries))
+    assert_same(values.values, dense(model, train) @ dense(model, queries).T)
+
+
+def absent(source: Any) -> list[tuple[str, ...]]:
+    return [examples.absent for examples, _ in source.map(lambda *_: None)]
+
+
+def test_a_store_knows_the_layers_that_were_not_called(tmp_path):
+    model = Routed()
+    source = stored(tmp_path, model, TRAIN)
+    right = absent(live(model, TRAIN, loss))
+    assert absent(source) == right and len(set(right)) == 3
+    assert source.block([source.ids[0], source.ids[1]]).examples.absent == right[0]
+    stored(tmp_path, model, TRAIN)
+    compact_store(tmp_path)
+    assert absent(open_store(tmp_path)) == right
 
 
 @QUERIES
