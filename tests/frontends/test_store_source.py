@@ -258,7 +258,7 @@ def test_masked_leaves_come_back(tmp_path):
 
 
 def test_small_appends_and_scattered_reads_are_not_quadratic(tmp_path, rng):
-    """2,000 rows one at a time and 5,000 of 20,000 rows: seconds of the processor, most of them type checks of tests."""
+    """2,000 rows one at a time, and 5,000 of 20,000 rows; most of the seconds are type checks of tests."""
     x = torch.randn(20_000, 64, generator=rng)
     start = time.process_time()
     with store(tmp_path / "small") as sink:
