@@ -19,6 +19,11 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `float64`."""
+    float64(monkeypatch)
+
+
+def float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama's norm, eager attention and the models' own losses without their detours by float32."""
     softmax, single = F.softmax, Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))

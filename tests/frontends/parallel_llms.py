@@ -1,14 +1,17 @@
 """Language models trained on several processes as users do it; started by torchrun, see `test_distributed_llms`."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -16,7 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import attrax
 from attrax.frontends.capture import StepEvent
 
+from .llms import float64
+
 VOCAB, STEPS, PER_RANK = 29, 4, 3
+SCRIPT_STEPS, LOOKED_AT = 20, (0, 7, 19)
 MODES = ("ddp", "fsdp1", "fsdp2")
 AVERAGED = (True, False)
 
@@ -39,8 +45,8 @@ def llama() -> Any:
 def documents() -> tuple[Tensor, Tensor]:
     """Token ids padded with 0, and labels without the pads."""
     gen = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCAB, (64, 9), generator=gen)
-    ids = ids.masked_fill(torch.arange(9) >= torch.randint(2, 10, (64, 1), generator=gen), 0)
+    ids = torch.randint(1, VOCAB, (120, 9), generator=gen)
+    ids = ids.masked_fill(torch.arange(9) >= torch.randint(2, 10, (120, 1), generator=gen), 0)
     return ids, ids.masked_fill(ids == 0, -100)
 
 
@@ -56,23 +62,44 @@ def wrapped(mode: str, model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def loop(mode: str, path: Path) -> None:
-    """The loop of a script, with a capture around it."""
+def loop(mode: str, path: Path, watched: bool) -> None:
+    """The loop of a script, with a capture around it or not; notes parameters before some steps and after the last."""
     model = wrapped(mode, llama())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ids, labels = documents()
-    with attrax.capture(model, sinks=[attrax.store(path / mode, run="all")], strict=True):
-        for step in range(STEPS):
+    sinks = [attrax.store(path / mode, run="all")] if watched else []
+    noted: dict[int, dict[str, Tensor]] = {}
+    with attrax.capture(model, sinks=sinks, strict=True) if watched else nullcontext():
+        for step in range(SCRIPT_STEPS):
+            if step in LOOKED_AT:
+                noted[step] = whole(model)
             now = slice(step * ranks * PER_RANK + rank, (step + 1) * ranks * PER_RANK, ranks)
             model(input_ids=ids[now], labels=labels[now]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+    noted[SCRIPT_STEPS] = whole(model)
+    if rank == 0:
+        torch.save(noted, path / f"{mode}-{'watched' if watched else 'alone'}.pt")
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, put together from the shards of all processes."""
+    flat = isinstance(model, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False) if flat else nullcontext():
+        return {
+            name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): (
+                p.full_tensor() if isinstance(p, DTensor) else p
+            )
+            .detach()
+            .clone()
+            for name, p in model.named_parameters()
+        }
 
 
 class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
-        return 64
+        return 120
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids, labels = documents()
@@ -108,8 +135,11 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     for averaged in AVERAGED:  # accelerate makes the process group
         trainer(averaged, Path(folder))
+    float64(pytest.MonkeyPatch())
+    torch.set_default_dtype(torch.float64)
     for mode in MODES:
-        loop(mode, Path(folder))
+        for watched in (False, True):
+            loop(mode, Path(folder), watched)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -68,7 +68,6 @@ def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
         assert c.tolist() == pytest.approx([1 / (accumulate * int(n.sum()))] * 4)
 
 
-@pytest.mark.slow
 def test_two_processes(tmp_path):
     """torchrun: each captures its own half into one store; all documents are there, in the order of the data."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

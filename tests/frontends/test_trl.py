@@ -1,10 +1,11 @@
 """Unmodified trainers of TRL inside a capture.
 
-They compute log-probabilities in float32 whatever the model's dtype, so that all models here are in float32: captured
-gradients are held to float64 autograd of one example at a time as `assert_rounded` says.
+They compute log-probabilities in float32 whatever the model's dtype.  Models in float32 are held to float64 autograd of
+one example at a time as `assert_rounded` says; where TRL's kernels are told that float64 is float32, to 1e-10.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.kernels import chunked_logprob
 
 from attrax.core import Block
 from attrax.frontends import capture, documents, open_store, store, trainer_options
 from attrax.frontends.trainers import Samples
 
+from .llms import float64
 from .loops import known
 from .trainers import Check, label_losses, llama, texts, tokenizer, trained_alike
 
@@ -37,6 +40,33 @@ COMMON: dict[str, Any] = {
     "disable_tqdm": True,
     "max_steps": 20,
 }
+
+
+class _Double:
+    """PyTorch to a module that asks for float32 and shall get float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def exact(patch: pytest.MonkeyPatch) -> None:
+    """TRL and the models compute in float64 what they compute in float32."""
+    float64(patch)
+    patch.setattr(chunked_logprob, "torch", _Double())
+
+
+def doubled() -> Any:
+    return llama().double()
+
+
+@pytest.fixture(params=["float32", "float64"])
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Makes the model; in float64 everything is computed in it."""
+    if request.param == "float64":
+        exact(monkeypatch)
+    return llama if request.param == "float32" else doubled
 
 
 def completions() -> Dataset:
@@ -61,14 +91,14 @@ def sft(model: Any, path: Any, **options: Any) -> Any:
         ),
     ],
 )
-def test_sft(options, tmp_path):
+def test_sft(build, options, tmp_path):
     """The head is fused with the loss, and activations are checkpointed by default."""
 
     def train(model: Any) -> Any:
         trainer = sft(model, tmp_path, **options)
         return trainer.train, trainer_options(trainer)
 
-    check, running = trained_alike(llama, train, lambda model: Check(llama(), label_losses))
+    check, running = trained_alike(build, train, lambda model: Check(build(), label_losses))
     assert running.coverage.share == 1
     assert_token_means(check.blocks)
 
@@ -111,14 +141,14 @@ def one_document(inputs: Any, i: int) -> dict[str, Any]:
     ],
     ids=["padding-free", "packing"],
 )
-def test_sft_without_padding(options, tmp_path):
+def test_sft_without_padding(build, options, tmp_path):
     """Rows hold several documents, each of which is an example."""
 
     def train(model: Any) -> Any:
         trainer = sft(model, tmp_path, max_steps=4, **options)
         return trainer.train, trainer_options(trainer)
 
-    check, _ = trained_alike(llama, train, lambda model: Check(llama(), label_losses, one_document))
+    check, _ = trained_alike(build, train, lambda model: Check(build(), label_losses, one_document))
     assert any(len(b.examples) > 2 for b in check.blocks)
     assert_token_means(check.blocks)
 
@@ -164,24 +194,29 @@ def one_pair(inputs: Any, i: int) -> dict[str, Any]:
     return {k: v[[i, i + half]] for k, v in inputs.items() if isinstance(v, Tensor) and v.ndim == 2}
 
 
+def preference(start: Any) -> Callable[[Any, Any], Tensor]:
+    """DPO's loss of a pair, against the model that training begins with."""
+
+    def loss(model: Any, rows: Any) -> Tensor:
+        each = [{k: v[i : i + 1] for k, v in rows.items()} for i in (0, 1)]
+        likely = [-label_losses(m, x) for m in (model, start) for x in each]
+        return -F.logsigmoid(0.1 * (likely[0] - likely[1] - likely[2] + likely[3]))
+
+    return loss
+
+
 @pytest.mark.parametrize(
     "options",
     [pytest.param({}, marks=slow, id="1"), pytest.param({"gradient_accumulation_steps": 2}, id="2")],
 )
-def test_dpo(options, tmp_path):
+def test_dpo(build, options, tmp_path):
     """An example is a pair; the reference model runs within the step. Six batches of four pairs an epoch."""
-    reference = llama()
-
-    def loss(model: Any, rows: Any) -> Tensor:
-        each = [{k: v[i : i + 1] for k, v in rows.items()} for i in (0, 1)]
-        likely = [-label_losses(m, x) for m in (model, reference) for x in each]
-        return -F.logsigmoid(0.1 * (likely[0] - likely[1] - likely[2] + likely[3]))
 
     def train(model: Any) -> Any:
         trainer = dpo(model, tmp_path, **options)
         return trainer.train, trainer_options(trainer)
 
-    check, running = trained_alike(llama, train, lambda model: Check(llama(), loss, one_pair))
+    check, running = trained_alike(build, train, lambda model: Check(build(), preference(build()), one_pair))
     assert running.coverage.share == 1
     for block in check.blocks:
         c, n = known(block)
@@ -207,18 +242,8 @@ def grpo(model: Any, path: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "kind", ["dapo", *(pytest.param(k, marks=slow) for k in ("grpo", "bnpo", "dr_grpo"))]
-)
-def test_grpo(kind, tmp_path):
-    """Samples are generated within the step; columns of the store say what each was worth."""
-    made: list[Samples] = []
-
-    def train(model: Any) -> Any:
-        steps = {"max_steps": 20} if kind == "dapo" else {"max_steps": 4, "gradient_accumulation_steps": 2}
-        trainer = grpo(model, tmp_path, loss_type=kind, **steps)
-        made.append(Samples(trainer))
-        return trainer.train, {**trainer_options(trainer), "after_backward": made[-1:]}
+def advantage_times(made: list[Samples]) -> Callable[[Any, Any], Tensor]:
+    """GRPO's loss of a sample that the model itself has drawn."""
 
     def loss(model: Any, row: Any) -> Tensor:
         real = [str(i) for i in row["input_ids"][row["attention_mask"].bool()].tolist()]
@@ -228,10 +253,26 @@ def test_grpo(kind, tmp_path):
         )
         return worth * label_losses(model, row)
 
+    return loss
+
+
+@pytest.mark.parametrize(
+    "kind", ["dapo", *(pytest.param(k, marks=slow) for k in ("grpo", "bnpo", "dr_grpo"))]
+)
+def test_grpo(build, kind, tmp_path):
+    """Samples are generated within the step; columns of the store say what each was worth."""
+    made: list[Samples] = []
+
+    def train(model: Any) -> Any:
+        steps = {"max_steps": 20} if kind == "dapo" else {"max_steps": 4, "gradient_accumulation_steps": 2}
+        trainer = grpo(model, tmp_path, loss_type=kind, **steps)
+        made.append(Samples(trainer))
+        return trainer.train, {**trainer_options(trainer), "after_backward": made[-1:]}
+
     kept: list[Block] = []
     with store(tmp_path / "kept", columns=lambda examples: made[-1].columns(examples)) as sink:
         check, running = trained_alike(
-            llama, train, lambda model: Check(llama(), loss), sinks=[kept.append, sink]
+            build, train, lambda model: Check(build(), advantage_times(made)), sinks=[kept.append, sink]
         )
     assert running.coverage.share == 1
     found = open_store(tmp_path / "kept")
