@@ -375,13 +375,11 @@ def work(rank: int, folder: str, ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def killed(rank: int, folder: str) -> None:
+def killed(rank: int, folder: str, kind: str) -> None:
     """Two processes train and write; the second is killed in its fourth step, the first says what it saw."""
-    torch.set_num_threads(1)
-    meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)
+    _together(rank, folder)
     sink = attrax.store(f"{folder}/store", run="all", shard_examples=1, buffer_bytes=0)
-    model, seen = ddp(seeded(Network)), 0
+    model, seen = KINDS[kind](seeded(Network)), 0
 
     def watched(block: Block) -> None:
         nonlocal seen
@@ -390,6 +388,28 @@ def killed(rank: int, folder: str) -> None:
         if seen == 3 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    error = refusal(lambda: train(model, steps(), [watched]))
-    Path(f"{folder}/error").write_text(error)
+    Path(f"{folder}/error").write_text(refusal(lambda: train(model, steps(), [watched])))
     sink.close()
+
+
+def killed_in_a_fit(rank: int, folder: str) -> None:
+    """The second of two processes is killed while both attribute."""
+    _together(rank, folder)
+
+    query = source(seeded(Network))
+    blocks = [Block(GradTree(dict(x)), examples) for examples, x in query.map(lambda _, leaf, __: leaf)]
+
+    class Dying(attrax.Blocks):
+        def map(self, visit: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().map(visit)
+
+    error = refusal(lambda: attrax.ekfac(Dying(blocks), query, ranks=attrax.processes()))
+    Path(f"{folder}/error").write_text(error)
+
+
+def _together(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)

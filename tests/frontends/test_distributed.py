@@ -172,16 +172,26 @@ def test_products_of_tensor_parallel_shards_add_up(folder):
         all_close(found["cut"], found["whole"])
 
 
-def test_a_killed_process_ends_the_others_and_leaves_the_finished_shards(tmp_path):
+def ran(target: Any, *args: Any) -> list[int | None]:
+    """Exit codes of two processes."""
     context = multiprocessing.get_context("spawn")
-    both = [context.Process(target=parallel.killed, args=(rank, str(tmp_path))) for rank in range(2)]
+    both = [context.Process(target=target, args=(rank, *args)) for rank in range(2)]
     for process in both:
         process.start()
     for process in both:
         process.join(120)
-    assert [process.exitcode for process in both] == [0, -signal.SIGKILL]
+    return [process.exitcode for process in both]
+
+
+def test_a_killed_process_ends_the_others_and_leaves_the_finished_shards(tmp_path, kind):
+    assert ran(parallel.killed, str(tmp_path), kind) == [0, -signal.SIGKILL]
     assert "onnection" in (tmp_path / "error").read_text()
     found = open_store(tmp_path / "store")
     right = range(3 * PER_STEP)
     assert {int(i) for i in found.ids} >= set(right), "three steps of both processes"
     assert [i for b in blocks_in(tmp_path / "store")[:3] for i in b.examples.ids] == [str(i) for i in right]
+
+
+def test_a_process_killed_in_a_fit_ends_the_others(tmp_path):
+    assert ran(parallel.killed_in_a_fit, str(tmp_path)) == [0, -signal.SIGKILL]
+    assert "onnection" in (tmp_path / "error").read_text()
