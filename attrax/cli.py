@@ -289,8 +289,8 @@ def inspect(
     """Say what a result or a gradient store holds: method, sign, unit, size, settings and inputs."""
     file = path if path.is_file() else _scores_file(path)
     if file is None:
-        from attrax.frontends.damages import damages
-        from attrax.frontends.store import open_store
+        from attrax.frontends.storage.damages import damages
+        from attrax.frontends.storage.store import open_store
 
         found = damages(path) if verify else {}
         for name, problem in found.items():
@@ -455,7 +455,7 @@ def compact(
     shard_mib: Annotated[int, typer.Option("--shard-mib", min=1, help="Merge shards up to this size.")] = 64,
 ) -> None:
     """Merge the many small shards of a gradient store into few large ones; what it holds stays the same."""
-    from attrax.frontends.compaction import compact_store
+    from attrax.frontends.storage.compaction import compact_store
 
     before, after = compact_store(path, shard_bytes=shard_mib * 2**20)
     typer.echo(f"{path}: {before} shards before, {after} now")

@@ -42,10 +42,10 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, factorized, materialized
 from attrax.core.schema import SCHEMA
-from attrax.frontends.compaction import compact_store
-from attrax.frontends.damages import damages
-from attrax.frontends.index import _canonical
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage.compaction import compact_store
+from attrax.frontends.storage.damages import damages
+from attrax.frontends.storage.index import _canonical
+from attrax.frontends.storage.store import open_store, store
 
 TOTAL, EACH = 32, 8
 

@@ -40,7 +40,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from attrax.core import Block, Examples, GradTree, Leaf, Materialized, factorized, materialized
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage.store import open_store, store
 
 TRANSFER = 2**22
 BATCH, LAYERS = 8, 6

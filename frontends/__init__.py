@@ -38,9 +38,9 @@ from attrax.frontends.selection import select as select
 from attrax.frontends.selection import selections as selections
 from attrax.frontends.states import load_state as load_state
 from attrax.frontends.states import save_state as save_state
-from attrax.frontends.store import Store as Store
-from attrax.frontends.store import open_store as open_store
-from attrax.frontends.store import store as store
+from attrax.frontends.storage.store import Store as Store
+from attrax.frontends.storage.store import open_store as open_store
+from attrax.frontends.storage.store import store as store
 from attrax.frontends.tables import read_scores as read_scores
 from attrax.frontends.tables import to_pandas as to_pandas
 from attrax.frontends.tables import write_scores as write_scores

@@ -39,8 +39,8 @@ from attrax.frontends.placing import LayoutError
 from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
-from attrax.frontends.sink import Sink as Files
 from attrax.frontends.steps import Discards, Steps
+from attrax.frontends.storage.sink import Sink as Files
 from attrax.frontends.sums import GradientSums, several_processes
 from attrax.frontends.tape import Tape
 from attrax.frontends.tensor_parallel import Holds

@@ -21,8 +21,8 @@ import h5py
 from torch import Tensor
 
 from attrax.core import Clip, Optimizer, Step
-from attrax.frontends.folder import publish
-from attrax.frontends.h5types import (
+from attrax.frontends.storage.folder import publish
+from attrax.frontends.storage.h5types import (
     TYPES,
     child,
     open_file,

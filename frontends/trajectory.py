@@ -23,7 +23,7 @@ from attrax.frontends.observed import clip_of, consumed, norms, processes
 from attrax.frontends.optimizers import read_optimizer
 from attrax.frontends.sharding import named, pieces, whole
 from attrax.frontends.stepfiles import read_step, recorded_steps, write_step
-from attrax.frontends.store import Store, open_store
+from attrax.frontends.storage.store import Store, open_store
 
 StepSink: TypeAlias = Callable[[Step], object]
 

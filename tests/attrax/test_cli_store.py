@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attrax.cli import app
 from attrax.core import Block, Examples, GradTree, materialized
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage.store import open_store, store
 
 
 @pytest.fixture

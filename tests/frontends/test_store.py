@@ -29,7 +29,7 @@ from attrax.core import (
     materialized,
     token_scores,
 )
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage.store import open_store, store
 
 from .plain_h5py import slabs
 

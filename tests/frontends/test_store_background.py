@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from attrax.core import Block, Examples, GradTree, materialized
-from attrax.frontends import gather
-from attrax.frontends import sink as sinks
-from attrax.frontends.background import Background, ahead
-from attrax.frontends.store import open_store, store
-from attrax.frontends.windows import Reading
+from attrax.frontends.storage import gather
+from attrax.frontends.storage import sink as sinks
+from attrax.frontends.storage.background import Background, ahead
+from attrax.frontends.storage.store import open_store, store
+from attrax.frontends.storage.windows import Reading
 
 
 def block(n) -> Block:

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from attrax.core import Block, Examples, GradTree, Part, Sum, diagonal, factorized, lookup, materialized
 from attrax.core.schema import SCHEMA
-from attrax.frontends import index
-from attrax.frontends.envelope import data_at, wrapped
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage import index
+from attrax.frontends.storage.envelope import data_at, wrapped
+from attrax.frontends.storage.store import open_store, store
 
 
 def leaves_of(rng):
@@ -228,7 +228,7 @@ def test_an_index_that_names_other_files_leads_nowhere(shard):
 
 
 def test_a_store_in_a_directory_that_cannot_be_written(shard, monkeypatch):
-    from attrax.frontends import folder
+    from attrax.frontends.storage import folder
 
     expected = content(shard.parent)
     (shard.parent / "index.json").unlink()

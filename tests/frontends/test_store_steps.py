@@ -16,7 +16,7 @@ from attrax.core import (
     materialize_leaf,
     materialized,
 )
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage.store import open_store, store
 from attrax.methods import graddot
 
 

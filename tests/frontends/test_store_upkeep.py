@@ -11,10 +11,10 @@ import torch
 
 from attrax.core import Block, Examples, GradTree, factorized, materialize_leaf, materialized, projected
 from attrax.core.projection import Projection
-from attrax.frontends import slabreader
-from attrax.frontends.compaction import compact_store
-from attrax.frontends.damages import damages
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage import slabreader
+from attrax.frontends.storage.compaction import compact_store
+from attrax.frontends.storage.damages import damages
+from attrax.frontends.storage.store import open_store, store
 
 from .plain_h5py import gradients
 from .test_store import assert_same, every_kind, make, read, write

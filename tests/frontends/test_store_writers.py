@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from attrax.core import Block, Examples, GradTree, materialized
-from attrax.frontends import sink as sinks
-from attrax.frontends import slabwriter
-from attrax.frontends.store import open_store, store
+from attrax.frontends.storage import sink as sinks
+from attrax.frontends.storage import slabwriter
+from attrax.frontends.storage.store import open_store, store
 from attrax.methods import graddot
 
 WIDTH = 37
@@ -283,7 +283,7 @@ except ValueError as error:
 
 
 def test_without_file_locks_two_writers_do_not_replace_each_other(tmp_path, monkeypatch):
-    from attrax.frontends import folder
+    from attrax.frontends.storage import folder
 
     def unsupported(*_):
         raise OSError(37, "No locks available")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attrax.core import Recorded, collect
 from attrax.frontends import capture, live, open_store, open_trajectory, record, replay, store
-from attrax.frontends.compaction import compact_store
+from attrax.frontends.storage.compaction import compact_store
 from attrax.methods import Less, dvemb, ekfac, gradcos, graddot, less, trajectory_influence
 
 from ..core.dense import assert_same

@@ -13,7 +13,7 @@ import h5py
 from h5py import h5d, h5t  # pyright: ignore[reportAttributeAccessIssue]
 
 from attrax.core.schema import FORMAT, SCHEMA
-from attrax.frontends.h5types import (
+from attrax.frontends.storage.h5types import (
     checksum_fits,
     dense,
     member,

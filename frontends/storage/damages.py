@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from attrax.core.schema import SUFFIX, ShardInfo
-from attrax.frontends.folder import shard_sizes
-from attrax.frontends.merge import gaps
-from attrax.frontends.shards import read_info, read_whole
+from attrax.frontends.storage.folder import shard_sizes
+from attrax.frontends.storage.merge import gaps
+from attrax.frontends.storage.shards import read_info, read_whole
 
 
 def damages(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -24,7 +24,7 @@ def damages(path: str | os.PathLike[str]) -> dict[str, str]:
 
     >>> import tempfile, torch
     >>> from attrax.core import Block, Examples, GradTree, materialized
-    >>> from attrax.frontends.store import store
+    >>> from attrax.frontends.storage.store import store
     >>> folder = tempfile.TemporaryDirectory()
     >>> with store(folder.name) as sink:
     ...     sink(Block(GradTree({"b": materialized("b", torch.ones(1, 3))}), Examples(("x",))))

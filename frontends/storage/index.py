@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from attrax.core.schema import SCHEMA, ShardInfo, info_from_json, info_to_json, json_of
-from attrax.frontends.folder import INDEX, shard_sizes, write_index
-from attrax.frontends.shards import read_info
+from attrax.frontends.storage.folder import INDEX, shard_sizes, write_index
+from attrax.frontends.storage.shards import read_info
 
 
 def shards_of(folder: Path, without: Collection[str] = ()) -> tuple[ShardInfo, ...]:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attrax.core.schema import ShardInfo
-from attrax.frontends.folder import lock, publish, shard_name, shard_sizes, unlock
-from attrax.frontends.index import shards_of
-from attrax.frontends.merge import ordered
-from attrax.frontends.newshard import NewShard
-from attrax.frontends.recording import Record
-from attrax.frontends.shards import read_info, read_whole
+from attrax.frontends.storage.folder import lock, publish, shard_name, shard_sizes, unlock
+from attrax.frontends.storage.index import shards_of
+from attrax.frontends.storage.merge import ordered
+from attrax.frontends.storage.newshard import NewShard
+from attrax.frontends.storage.recording import Record
+from attrax.frontends.storage.shards import read_info, read_whole
 
 
 def compact_store(path: str | os.PathLike[str], *, shard_bytes: int = 64 * 2**20) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def compact_store(path: str | os.PathLike[str], *, shard_bytes: int = 64 * 2**20
 
     >>> import tempfile, torch
     >>> from attrax.core import Block, Examples, GradTree, materialized
-    >>> from attrax.frontends.store import open_store, store
+    >>> from attrax.frontends.storage.store import open_store, store
     >>> folder = tempfile.TemporaryDirectory()
     >>> with store(folder.name, shard_examples=1) as sink:
     ...     for name in "xyz":

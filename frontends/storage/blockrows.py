@@ -11,8 +11,8 @@ from jaxtyping import Int
 
 from attrax.core.schema import ShardInfo
 from attrax.core.tree import Examples
-from attrax.frontends.merge import Rows
-from attrax.frontends.shards import Shard
+from attrax.frontends.storage.merge import Rows
+from attrax.frontends.storage.shards import Shard
 
 Part: TypeAlias = tuple[int, int]
 """A slab: the number of its shard, and its own."""

@@ -14,8 +14,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from attrax.core.leaves import Leaf
 from attrax.core.packed import Packed, pack
 from attrax.core.schema import Form
-from attrax.frontends.h5types import bytes_of
-from attrax.frontends.slabs import ALIGNED, PIECE, PIECES, is_whole
+from attrax.frontends.storage.h5types import bytes_of
+from attrax.frontends.storage.slabs import ALIGNED, PIECE, PIECES, is_whole
 
 _AT_ONCE = 500  # pieces of memory, of which the system takes 1024 in one call
 _ZEROS = memoryview(bytes(ALIGNED))

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 
 from attrax.core.schema import Form, groups
-from attrax.frontends.h5types import TYPES
+from attrax.frontends.storage.h5types import TYPES
 
 SLAB_BYTES = 2**20
 STRETCH_BYTES = 2**22

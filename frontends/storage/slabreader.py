@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from attrax.core.packed import Memory, Packed, take_packed
 from attrax.core.schema import Form
-from attrax.frontends.h5types import bytes_of, read_bytes
-from attrax.frontends.slabs import PIECE, PIECES, Layout, Place, Slab, Stretch
+from attrax.frontends.storage.h5types import bytes_of, read_bytes
+from attrax.frontends.storage.slabs import PIECE, PIECES, Layout, Place, Slab, Stretch
 
 
 def lazily(

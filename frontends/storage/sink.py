@@ -34,15 +34,15 @@ import torch
 
 from attrax.core import Block
 from attrax.core.tree import block_rows
-from attrax.frontends.background import Background
-from attrax.frontends.folder import clear, lock, publish, sequences, shard_name, unlock
-from attrax.frontends.h5types import TYPES
-from attrax.frontends.merge import last_step
-from attrax.frontends.newshard import NewShard
-from attrax.frontends.recording import Columns, KeepFactored, Record, record_of
-from attrax.frontends.shards import read_info
-from attrax.frontends.slabs import SLAB_BYTES
-from attrax.frontends.slabwriter import LostBytes
+from attrax.frontends.storage.background import Background
+from attrax.frontends.storage.folder import clear, lock, publish, sequences, shard_name, unlock
+from attrax.frontends.storage.h5types import TYPES
+from attrax.frontends.storage.merge import last_step
+from attrax.frontends.storage.newshard import NewShard
+from attrax.frontends.storage.recording import Columns, KeepFactored, Record, record_of
+from attrax.frontends.storage.shards import read_info
+from attrax.frontends.storage.slabs import SLAB_BYTES
+from attrax.frontends.storage.slabwriter import LostBytes
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -101,7 +101,7 @@ def store(
 
     >>> import tempfile
     >>> from attrax.core import Examples, GradTree, materialized
-    >>> from attrax.frontends.store import open_store
+    >>> from attrax.frontends.storage.store import open_store
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with store(folder) as sink:
     ...         sink(Block(GradTree({"b": materialized("b", torch.ones(2, 3))}), Examples(("x", "y"))))

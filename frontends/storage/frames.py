@@ -11,7 +11,7 @@ from attrax.core import stored as by_parameter
 from attrax.frontends.records import needed
 
 if TYPE_CHECKING:
-    from attrax.frontends.store import Store
+    from attrax.frontends.storage.store import Store
 
 
 def arrays(source: "Store") -> dict[str, np.ndarray]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from attrax.core import Examples, Leaf, concat, materialize_leaf, take
 from attrax.core.packed import Packed, concat_packed, take_packed, uninitialized, unpack
 from attrax.core.schema import Form, ShardInfo
-from attrax.frontends.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
-from attrax.frontends.merge import Rows
-from attrax.frontends.shards import Loaded, open_shard, read_rows
-from attrax.frontends.windows import Reading, as_needed, mapped, moved, windows_of
+from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
+from attrax.frontends.storage.merge import Rows
+from attrax.frontends.storage.shards import Loaded, open_shard, read_rows
+from attrax.frontends.storage.windows import Reading, as_needed, mapped, moved, windows_of
 
 Gathered: TypeAlias = tuple[Examples, Iterator[tuple[str, Leaf]]]
 

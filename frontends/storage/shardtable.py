@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from attrax.core.packed import offsets_of
 from attrax.core.schema import Form, ShardInfo, info_from_json
-from attrax.frontends.slabs import ALIGNED, Layout, Slab, all_groups, layout_of
+from attrax.frontends.storage.slabs import ALIGNED, Layout, Slab, all_groups, layout_of
 
 _MOST_ROWS = 2**40
 

@@ -14,7 +14,7 @@ from attrax.core.algebra import first_rows
 from attrax.core.leaves import Diagonal, Factorized, Grouped, Sum
 from attrax.core.packed import row_lengths
 from attrax.core.schema import ARRAYS, Form, form_of
-from attrax.frontends.h5types import TYPES
+from attrax.frontends.storage.h5types import TYPES
 
 Columns: TypeAlias = Callable[[Examples], Mapping[str, Sequence[str] | Sequence[int | float] | Tensor]]
 KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attrax.core.schema import Form, ShardInfo, info_to_json, json_of
 from attrax.core.tree import Examples
-from attrax.frontends.envelope import PAGE, data_at, wrapped
-from attrax.frontends.recording import Column, Record
-from attrax.frontends.slabs import SLAB_BYTES, all_groups
-from attrax.frontends.slabwriter import rewrite_slab, write_slab
+from attrax.frontends.storage.envelope import PAGE, data_at, wrapped
+from attrax.frontends.storage.recording import Column, Record
+from attrax.frontends.storage.slabs import SLAB_BYTES, all_groups
+from attrax.frontends.storage.slabwriter import rewrite_slab, write_slab
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -17,12 +17,12 @@ from jaxtyping import Int
 from attrax.core.packed import Memory, Packed, take_packed, uninitialized, unpack
 from attrax.core.schema import ShardInfo
 from attrax.core.tree import Examples
-from attrax.frontends.envelope import Envelope, OtherSchema, opened
-from attrax.frontends.h5types import open_file
-from attrax.frontends.recording import Column, Record
-from attrax.frontends.shardtable import Table, parsed
-from attrax.frontends.slabreader import lazily, read_stretch
-from attrax.frontends.slabs import DTYPES, Stretch
+from attrax.frontends.storage.envelope import Envelope, OtherSchema, opened
+from attrax.frontends.storage.h5types import open_file
+from attrax.frontends.storage.recording import Column, Record
+from attrax.frontends.storage.shardtable import Table, parsed
+from attrax.frontends.storage.slabreader import lazily, read_stretch
+from attrax.frontends.storage.slabs import DTYPES, Stretch
 
 _DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError)
 

@@ -1,7 +1,7 @@
 """Gradients on disk as a source: `store` writes them, `open_store` reads them.
 
 A store is a directory of HDF5 shards that any number of processes wrote; it is read as one list of examples in data
-order (`attrax.frontends.merge`), without a model, as often as needed and in bounded memory.  Reading takes no locks: a
+order (`merge`), without a model, as often as needed and in bounded memory.  Reading takes no locks: a
 store that is being written shows its finished shards, and `Store.refresh` those finished since.
 
     >>> import h5py, json, tempfile, torch
@@ -39,14 +39,14 @@ from torch import Tensor
 from attrax.core import Block, Examples, GradTree
 from attrax.core.schema import Form, ShardInfo
 from attrax.core.source import Visit
-from attrax.frontends.frames import arrays, frame
-from attrax.frontends.gather import gather, stream
-from attrax.frontends.index import shards_of
-from attrax.frontends.merge import Rows, gaps, merged, ordered, run_order
-from attrax.frontends.shards import read_column
-from attrax.frontends.sink import Sink as Sink
-from attrax.frontends.sink import store as store
-from attrax.frontends.windows import Reading, Shape
+from attrax.frontends.storage.frames import arrays, frame
+from attrax.frontends.storage.gather import gather, stream
+from attrax.frontends.storage.index import shards_of
+from attrax.frontends.storage.merge import Rows, gaps, merged, ordered, run_order
+from attrax.frontends.storage.shards import read_column
+from attrax.frontends.storage.sink import Sink as Sink
+from attrax.frontends.storage.sink import store as store
+from attrax.frontends.storage.windows import Reading, Shape
 
 T = TypeVar("T")
 
