@@ -178,7 +178,17 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         added_up(flags, cut)
         there |= {n for n, flag in zip(spread, flags.tolist(), strict=True) if flag}
     grads = {n: p.grad for n, p in parameters.items() if n in there}
-    return {n: torch.zeros_like(parameters[n]) if g is None else g for n, g in grads.items()}
+    low = {id(p): dtype for handle, dtype in _low_gradients(model) for p in handle.flat_param._params}
+    empty = {
+        n: torch.zeros_like(p, dtype=low.get(id(p))) for n, p in parameters.items() if grads.get(n, p) is None
+    }
+    return {n: empty[n] if g is None else g for n, g in grads.items()}
+
+
+def _low_gradients(model: nn.Module) -> list[tuple[Any, torch.dtype]]:
+    """The flat parameters whose gradients FSDP1 keeps in the type of the passes, and that type."""
+    handles = [unit._handle for unit in flat_units(model)]
+    return [(handle, handle._fwd_bwd_param_dtype) for handle in handles if handle._keep_low_precision_grads]
 
 
 def unreduced(model: nn.Module) -> dict[str, Tensor]:
@@ -216,7 +226,7 @@ def spared(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for p, grad in grads:
-                p.grad = grad
+                _give(p, grad)
             for p, grad, accumulated in apart:
                 p._unsharded_param.grad, p.unsharded_accumulated_grad = grad, accumulated
 
@@ -237,11 +247,19 @@ def _spared_flat(handle: Any) -> Iterator[None]:
             p.grad = None
         yield
     finally:
-        flat.grad = torch.empty_like(flat)
-        flat.grad.data = grad  # larger than its parameter, as FSDP1 keeps it
+        _give(flat, grad)
         handle._use_unsharded_grad_views()
         if reduced is not None:
             flat._saved_grad_shard = reduced
+
+
+def _give(p: Tensor, grad: Tensor | None) -> None:
+    """Set a gradient, which FSDP1 may keep in another shape or type than its parameter has."""
+    if grad is None or (grad.shape == p.shape and grad.dtype == p.dtype):
+        p.grad = grad
+    else:
+        p.grad = torch.empty_like(p)
+        p.grad.data = grad
 
 
 def part(full: Tensor, cut: Piece) -> Tensor:

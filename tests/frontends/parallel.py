@@ -1,9 +1,10 @@
 """Processes that train, attribute and fail together; each writes down what it got."""
 
+import contextlib
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -115,6 +116,20 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 KINDS = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
+
+
+@contextlib.contextmanager
+def unreduced(model: Any) -> Iterator[None]:
+    """Backwards inside it are not reduced."""
+    if not isinstance(model, FSDPModule):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not hasattr(model, "stays_gathered"))
+    yield
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
 
 
 def examples() -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from attrax.frontends import capture, live, select
@@ -24,7 +24,7 @@ from attrax.frontends.capture import Capture
 from attrax.frontends.selection import Decision
 
 from .oracle import assert_gradients
-from .parallel import CLASSIFY, KINDS, LM, Network, Part, examples, fsdp2, refusal, seeded, weights
+from .parallel import CLASSIFY, KINDS, LM, Network, Part, examples, fsdp2, refusal, seeded, unreduced, weights
 from .test_selection_distributed import of_examples, uneven
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -119,20 +119,6 @@ def target_of(case: Case) -> tuple[dict[str, Tensor], Callable[[Any, Any], Tenso
     if case.denominator == "tokens":
         return {"ids": ids[80:82], "labels": labels[80:82]}, losses_of
     return {"x": x[80:82], "y": y[80:82]}, of_examples
-
-
-@contextlib.contextmanager
-def unreduced(model: Any):
-    """Backwards inside it are not reduced."""
-    if not isinstance(model, FSDPModule):
-        with model.no_sync():
-            yield
-        return
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(not hasattr(model, "stays_gathered"))
-    yield
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
 
 
 def train(
