@@ -12,31 +12,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import attrax
 from attrax.core import Block
 from attrax.frontends.selection import Decision
 
-from .parallel import Network, Part, batches, dealt, examples, steps, unreduced, weights, whole_gradients
+from .parallel import Network, batches, dealt, examples, fsdp1, steps, unreduced, weights, whole_gradients
 from .test_selection_distributed import uneven
 
 LOW, ROWS = torch.bfloat16, 8
 
 
 def flat(model: nn.Module, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Part}),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-        mixed_precision=MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32, **options),
-    )
+    return fsdp1(model, mixed_precision=MixedPrecision(LOW, torch.float32, **options))
 
 
 def sharded(model: Any, *also: str, **options: Any) -> nn.Module:

@@ -16,29 +16,30 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from attrax.frontends import capture, live, select
 from attrax.frontends.capture import Capture
 from attrax.frontends.selection import Decision
 
 from .oracle import assert_gradients
-from .parallel import CLASSIFY, KINDS, LM, Network, Part, examples, fsdp2, refusal, seeded, unreduced, weights
+from .parallel import (
+    CLASSIFY,
+    KINDS,
+    LM,
+    Network,
+    examples,
+    fsdp1,
+    fsdp2,
+    refusal,
+    seeded,
+    unreduced,
+    weights,
+)
 from .test_selection_distributed import of_examples, uneven
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-RANKS, STEPS, ROWS, RATE = 2, 2, 6, 0.1
-
-
-def flat(strategy: ShardingStrategy, model: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Part}),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-        sharding_strategy=strategy,
-    )
+RANKS, STEPS, OWN, RATE = 2, 2, 3, 0.1
 
 
 def gathered(model: nn.Module) -> nn.Module:
@@ -50,8 +51,8 @@ def gathered(model: nn.Module) -> nn.Module:
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     **KINDS,
-    "gradients": partial(flat, ShardingStrategy.SHARD_GRAD_OP),
-    "replicas": partial(flat, ShardingStrategy.NO_SHARD),
+    "gradients": partial(fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "replicas": partial(fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
     "gathered": gathered,
 }
 
@@ -89,8 +90,8 @@ def terms(rows: list[int]) -> int:
 
 def rows_of(case: Case, step: int) -> list[list[int]]:
     """The rows of all processes in each backward of a step."""
-    n = len(case.reduced)
-    return [list(range((step * n + k) * ROWS, (step * n + k + 1) * ROWS)) for k in range(n)]
+    n, rows = len(case.reduced), OWN * dist.get_world_size()
+    return [list(range((step * n + k) * rows, (step * n + k + 1) * rows)) for k in range(n)]
 
 
 def losses_of(model: Any, batch: Any) -> Tensor:
@@ -129,12 +130,13 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     decisions: list[Decision] = []
     now: list[int] = []
+    ranks = dist.get_world_size()
     with selecting(model, case, now, decisions):
         for step in range(STEPS):
             batches = rows_of(case, step)
-            size = terms(sum(batches, [])) / RANKS if case.denominator == "tokens" else ROWS / RANKS
+            size = terms(sum(batches, [])) / ranks if case.denominator == "tokens" else OWN
             for rows, reduced in zip(batches, case.reduced, strict=True):
-                now[:] = rows[rank::RANKS]
+                now[:] = rows[rank::ranks]
                 with contextlib.nullcontext() if reduced else unreduced(model):
                     backward(model, case, now, size)
             optimizer.step()
@@ -169,7 +171,7 @@ def accelerated(version: int, rank: int) -> tuple[dict[str, Tensor], list[Decisi
             for rows in rows_of(case, step):
                 now[:] = rows[rank::RANKS]
                 with accelerator.accumulate(model):
-                    accelerator.backward(total(model, case, now) / (ROWS / RANKS))
+                    accelerator.backward(total(model, case, now) / OWN)
                     optimizer.step()
                     optimizer.zero_grad()
     return weights(model), decisions
@@ -178,7 +180,7 @@ def accelerated(version: int, rank: int) -> tuple[dict[str, Tensor], list[Decisi
 def backward(model: Any, case: Case, rows: list[int], size: float) -> None:
     if case.denominator == "tokens":
         ids, labels = documents()
-        model(ids[rows], labels=labels[rows], num_items_in_batch=torch.tensor(size))["loss"].backward()
+        model(ids[rows], labels=labels[rows], num_items_in_batch=torch.tensor(float(size)))["loss"].backward()
     else:
         (total(model, case, rows) / size).backward()
 
@@ -258,12 +260,12 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
-def mean_gradients(model: nn.Module, case: Case, kept: list[list[int]]) -> dict[str, Tensor]:
-    """The gradient of a step whose backwards keep these rows."""
+def mean_gradients(model: nn.Module, case: Case, kept: list[list[int]], ranks: int) -> dict[str, Tensor]:
+    """The gradient of a step whose backwards keep these rows of what all processes had."""
     if case.denominator == "tokens":
         loss: Any = sum(total(model, case, rows) for rows in kept) / terms(sum(kept, []))
     else:
-        sizes = [ROWS if case.denominator == "fixed" else len(rows) for rows in kept]
+        sizes = [OWN * ranks if case.denominator == "fixed" else len(rows) for rows in kept]
         loss = sum(total(model, case, rows) / size for rows, size in zip(kept, sizes, strict=True))
     names, own = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, own), strict=True))
@@ -271,18 +273,23 @@ def mean_gradients(model: nn.Module, case: Case, kept: list[list[int]]) -> dict[
 
 def assert_trained(case: Case, ranks: list[Any], share: float = 1.0) -> None:
     """One process gets there with the gradients of what all have kept."""
-    (got, first), (other, second) = ranks
-    assert all(torch.equal(w, other[n]) for n, w in got.items())
+    got, decided = ranks[0][0], [decisions for _, decisions in ranks]
+    assert all(torch.equal(w, got[n]) for other, _ in ranks for n, w in other.items())
     model = made(case)
     begun = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for step in range(STEPS):
         grads = {}
-        for layer in dict.fromkeys(d.layer for d in first):
-            pairs = [(a, b) for a, b in zip(first, second, strict=True) if (a.step, a.layer) == (step, layer)]
-            kept = [[int(i) for i in a.kept + b.kept] for a, b in pairs]
-            assert len(kept) == len(case.reduced) and all(len(a.kept) != len(b.kept) for a, b in pairs)
-            found = mean_gradients(model, case, kept)
+        for layer in dict.fromkeys(d.layer for d in decided[0]):
+            backwards = [
+                ds for ds in zip(*decided, strict=True) if (ds[0].step, ds[0].layer) == (step, layer)
+            ]
+            kept = [[int(i) for d in ds for i in d.kept] for ds in backwards]
+            assert len(kept) == len(case.reduced)
+            assert all(len({len(d.kept) for d in ds}) > 1 for ds in backwards), (
+                "processes keep different numbers"
+            )
+            found = mean_gradients(model, case, kept, len(ranks))
             grads |= {n: share * g for n, g in found.items() if not layer or n.rpartition(".")[0] == layer}
         for n, p in model.named_parameters():
             p.grad = grads[n]
