@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import nn
 
 from attrax.core.factorization import RULES, Rule, find_rule
-from attrax.frontends.sharding import named, sizes, submodules
+from attrax.frontends.sharding import canonical, sizes, submodules
 
 Selector: TypeAlias = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -146,8 +146,8 @@ def select(
     captured: dict[str, Captured] = {}
     gaps: dict[str, Gap] = {}
     bare: list[tuple[str, str]] = []
-    modules, parameters, entries = submodules(model), named(model), sizes(model)
-    names = {id(p): n for n, p in parameters.items()}
+    modules, entries = submodules(model), sizes(model)
+    names = {id(p): canonical(n) for n, p in model.named_parameters()}
     whole = _outermost(modules, recompute)
     for path, module in modules.items():
         own = {a: p for a, p in module.named_parameters(recurse=False) if p.requires_grad}

@@ -31,7 +31,7 @@ from attrax.frontends.placing import LayoutError
 from attrax.frontends.progress import tracked
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, pick, with_ids
-from attrax.frontends.sharding import is_flat, is_sharded
+from attrax.frontends.sharding import is_flat, is_sharded, spared
 from attrax.frontends.tape import Tape
 from attrax.frontends.tensor_parallel import Holds
 from attrax.frontends.tensor_parallel import tensor_parallel as cut_layers
@@ -306,33 +306,17 @@ def _sharded(source: Live) -> Live:
 
 
 @contextlib.contextmanager
-def _spared(model: nn.Module) -> Iterator[None]:
-    """No `.grad` inside the context, and those from before after it."""
-    grads = [(p, p.grad) for p in model.parameters()]
-    try:
-        for p, _ in grads:
-            p.grad = None
-        yield
-    finally:
-        for p, grad in grads:
-            p.grad = grad
-
-
-@contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Parameters without `requires_grad` inside the context, as they were after it; FSDP1's only get back `.grad`."""
-    if is_flat(model):
-        with _spared(model):
+    trainable = [] if is_flat(model) else [p for p in model.parameters() if p.requires_grad]
+    with spared(model) if is_sharded(model) else contextlib.nullcontext():
+        try:
+            for p in trainable:
+                p.requires_grad_(False)
             yield
-        return
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    try:
-        for p in trainable:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p in trainable:
-            p.requires_grad_(True)
+        finally:
+            for p in trainable:
+                p.requires_grad_(True)
 
 
 def set_aside(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -67,14 +67,17 @@ def replaced(values: Mapping[Slot, Tensor]) -> Iterator[None]:
     >>> isinstance(layer.weight, nn.Parameter)
     True
     """
-    held: dict[Slot, dict[str, Any]] = {
-        (m, n): m._parameters if n in m._parameters else m.__dict__ for m, n in values
-    }
-    before = {(module, name): where[name] for (module, name), where in held.items()}
+    held = [(where, name, value) for (m, name), value in values.items() for where in _holding(m, name)]
+    before = [where[name] for where, name, _ in held]
     try:
-        for (module, name), value in values.items():
-            held[module, name][name] = value
+        for where, name, value in held:
+            where[name] = value
         yield
     finally:
-        for (module, name), p in before.items():
-            held[module, name][name] = p
+        for (where, name, _), p in zip(held, before, strict=True):
+            where[name] = p
+
+
+def _holding(module: nn.Module, name: str) -> list[dict[str, Any]]:
+    """Where a module holds a parameter: between forward and backward, FSDP1 may keep a view of it in both places."""
+    return [where for where in (module._parameters, vars(module)) if name in where] or [vars(module)]

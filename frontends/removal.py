@@ -18,13 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 
 from attrax.core import GradTree, Leaf, Materialized, aggregate, stored, take
 from attrax.core.algebra import wide
 from attrax.frontends.events import Averaging, BackwardEvent
-from attrax.frontends.sharding import Piece, gradients, part, pieces
+from attrax.frontends.sharding import (
+    Piece,
+    flat_units,
+    gathered_units,
+    gradients,
+    is_sharded,
+    part,
+    pieces,
+    unreduced,
+)
 
 
 def factor(total: float, dropped: float) -> float:
@@ -49,29 +57,44 @@ def weighted(leaf: Leaf, weights: Tensor) -> dict[str, Tensor]:
     return {n: total[0] for n, total in stored(one).items()}
 
 
-def check_gradients(model: nn.Module) -> None:
-    """Refuse sharded training whose `.grad` is not a mean over processes after every backward.
+def check_reduction(model: nn.Module) -> None:
+    """Refuse sharded training whose gradients do not become means over processes.
 
     Raises:
         RuntimeError: Saying what to do.
     """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel) and not module._sync_gradients:
-            raise RuntimeError(
-                "select: this backward of FullyShardedDataParallel did not reduce its gradients. Do not use no_sync() "
-                "while gradients are accumulated (accelerate: sync_each_batch=True)."
-            )
-        if isinstance(module, FSDPModule) and not _reduces(module):
-            raise RuntimeError(
-                "select: this backward of a sharded model (fully_shard) did not reduce its gradients. Leave "
-                "set_requires_gradient_sync(True) on while gradients are accumulated (accelerate: "
-                "sync_each_batch=True)."
-            )
+    if len(set(_reductions(model))) > 1:
+        raise RuntimeError(
+            "select: this backward of a sharded model reduced the gradients of some of its parts and not of others. "
+            "Call no_sync() or set_requires_gradient_sync() of the whole model."
+        )
+    units = gathered_units(model)
+    if any(unit._is_hsdp and unit.reduce_grads and not unit.all_reduce_grads for unit in units):
+        raise RuntimeError(
+            "select: this backward of a sharded model (fully_shard) added its gradients up over shards but not over "
+            "replicas, where nothing can be taken out of them. Use set_requires_gradient_sync(False) in the place of "
+            "set_requires_all_reduce(False)."
+        )
+    hooked = any(unit._comm_hook is not None for unit in flat_units(model))
+    if hooked or any(unit.gradient_divide_factor or unit._all_reduce_hook for unit in units):
+        raise RuntimeError(
+            "select: gradients of this sharded model do not become means over processes (set_gradient_divide_factor, "
+            "set_all_reduce_hook or register_comm_hook), so that the examples' share in them is unknown. Scale the "
+            "loss instead."
+        )
 
 
-def _reduces(module: FSDPModule) -> bool:
-    group = module._get_fsdp_state()._fsdp_param_group
-    return group is None or (group.reduce_grads and group.all_reduce_grads)
+def _reductions(model: nn.Module) -> list[bool]:
+    """Whether the backward that ends now reduced its gradients, for each part that is sharded."""
+    flat = [unit._sync_gradients for unit in flat_units(model)]
+    return flat + [unit.reduce_grads for unit in gathered_units(model)]
+
+
+def is_pending(event: BackwardEvent) -> bool:
+    """Whether gradients are this process's own until a later backward of the step averages them (``no_sync``)."""
+    if event.averaging is not None:
+        return not event.averaging.done
+    return not all(_reductions(event.model))
 
 
 def groups(event: BackwardEvent, parameters: Mapping[str, Tensor]) -> list[Any]:
@@ -80,7 +103,7 @@ def groups(event: BackwardEvent, parameters: Mapping[str, Tensor]) -> list[Any]:
         return [event.averaging.group]
     cut = next(iter(pieces(event.model).values()), None)
     if cut is not None:
-        return list(cut.groups)
+        return list(cut.averaged)
     sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
     return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
 
@@ -101,14 +124,16 @@ def change(
 ) -> None:
     """``.grad <- scale * .grad + mean over processes of added``, computed in float32 or better.
 
-    Every process of replicated or sharded training must call it, with the same parameters in the same order.
+    While gradients are pending, what this process adds goes to its own.  Every process of replicated or sharded
+    training must call it, with the same parameters in the same order.
 
     Raises:
         RuntimeError: If `.grad` has another shape than its parameter's gradient.
     """
     mean = event.averaging if event.averaging is not None and event.averaging.done else None
-    flat = pieces(event.model)
-    for name, grad in gradients(event.model).items():
+    pending = is_pending(event) and is_sharded(event.model)
+    flat = {} if pending else pieces(event.model)
+    for name, grad in (unreduced if pending else gradients)(event.model).items():
         if name not in parameters:
             continue
         p, own, r = parameters[name], added.get(name), scale.get(name, 1.0)
@@ -136,7 +161,7 @@ def _change_piece(grad: Tensor, own: Tensor | None, r: float, cut: Piece) -> Non
     """The same for this process's piece of a flat parameter (FSDP1)."""
     if own is None:
         own = torch.zeros(cut.shape, dtype=wide(grad.dtype), device=grad.device)
-    mean = part(summed(own, cut.groups), cut) / prod(group.size() for group in cut.groups)
+    mean = part(summed(own, cut.averaged), cut) / prod(group.size() for group in cut.averaged)
     grad.copy_(grad.to(mean.dtype) * r + mean)
 
 

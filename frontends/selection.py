@@ -41,9 +41,9 @@ from attrax.frontends.events import BackwardEvent
 from attrax.frontends.live import Live
 from attrax.frontends.losses import Loss, causal_lm
 from attrax.frontends.probe import evaluating
-from attrax.frontends.removal import change, check_gradients, factor, groups, summed, weighted
+from attrax.frontends.removal import change, check_reduction, factor, groups, is_pending, summed, weighted
 from attrax.frontends.rows import with_ids
-from attrax.frontends.sharding import is_sharded, named
+from attrax.frontends.sharding import is_sharded, named, unreduced
 
 Rule: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 Leaves: TypeAlias = dict[str, Leaf]
@@ -141,7 +141,7 @@ def select(
 
     def run(event: BackwardEvent) -> None:
         nonlocal warned
-        check_gradients(event.model)
+        check_reduction(event.model)
         warned = warned or _warn_of_gaps(event)
         if event.first:
             window.clear()
@@ -212,7 +212,7 @@ def _module(parameter: str) -> str:
 
 def _warn_of_gaps(event: BackwardEvent) -> bool:
     """Name the parameters that keep all examples; whether that was done."""
-    trained = {n for n, p in named(event.model).items() if p.grad is not None}
+    trained = {n for n, p in named(event.model).items() if p.grad is not None} | unreduced(event.model).keys()
     names = [g.parameter for g in event.capture.coverage.gaps if g.parameter in trained]
     if names:
         warnings.warn(
@@ -387,14 +387,15 @@ def _over_window(
     layers: Sequence[str],
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Phi and r by layer for a mean over the backwards of a step; `window` holds total, dropped and phi so far."""
-    pending = event.averaging is not None and not event.averaging.done
+    pending = is_pending(event)
     phis: dict[str, list[float]] = {}
     ratios: dict[str, float] = {}
     for layer, (total, dropped) in zip(layers, counts.tolist(), strict=True):
         before = window.get(layer)
         if before is not None:
             total, dropped = total + before[0], dropped + before[1]
-        phi = 1.0 if pending else factor(total, dropped)
-        ratios[layer] = 1.0 if before is None else phi / before[2]
+        earlier = 1.0 if before is None else before[2]
+        phi = earlier if pending else factor(total, dropped)
+        ratios[layer] = 1.0 if before is None else phi / earlier
         phis[layer], window[layer] = [phi] * len(event.blocks), (total, dropped, phi)
     return phis, ratios

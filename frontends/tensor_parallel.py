@@ -193,7 +193,7 @@ def parallel_mesh(model: nn.Module, operation: str = "capture") -> DeviceMesh | 
     Raises:
         ValueError: If different layers are cut over different processes.
     """
-    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in named(m).values()}
     meshes: dict[str, DeviceMesh] = {}
     for name, p in named(model).items():
         cuts = sum(not isinstance(x, Replicate) for x in p.placements) if isinstance(p, DTensor) else 0

@@ -1,9 +1,10 @@
 """Processes that train, attribute and fail together; each writes down what it got."""
 
+import contextlib
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -100,21 +101,46 @@ def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def fsdp1(model: nn.Module) -> nn.Module:
-    policy = ModuleWrapPolicy({Part})
+def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+    policy, cpu = ModuleWrapPolicy({Part}), torch.device("cpu")
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        model, auto_wrap_policy=policy, device_id=cpu, use_orig_params=True, **options
     )
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
+def fsdp2(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Part):
-            fully_shard(module)
-    return fully_shard(model)
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-KINDS = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
+def replicas() -> DeviceMesh:
+    """Two replicas of a model, each of which lies in shards on half of the processes."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+
+
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
+HYBRID: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp1": lambda model: fsdp1(
+        model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=replicas()
+    ),
+    "fsdp2": lambda model: fsdp2(model, replicas()),
+}
+
+
+@contextlib.contextmanager
+def unreduced(model: Any) -> Iterator[None]:
+    """Backwards inside it are not reduced."""
+    if not isinstance(model, FSDPModule):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not hasattr(model, "stays_gathered"))
+    yield
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
 
 
 def examples() -> tuple[Tensor, Tensor]:
@@ -360,7 +386,7 @@ def source(model: nn.Module) -> Any:
     return attrax.live(model.eval(), batches(dealt(range(8)), 2), CLASSIFY)
 
 
-def work(rank: int, folder: str, ranks: int) -> None:
+def work(rank: int, folder: str, ranks: int, hybrid: bool = False) -> None:
     """One process."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -368,7 +394,7 @@ def work(rank: int, folder: str, ranks: int) -> None:
     if rank == 0:
         torch.save(results(alone, None), f"{folder}/alone.pt")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
-    for kind, wrap in KINDS.items():
+    for kind, wrap in (HYBRID if hybrid else KINDS).items():
         torch.save(results(wrap, Path(folder) / kind), f"{folder}/{kind}{rank}.pt")
     torch.save(refusals(), f"{folder}/refusals{rank}.pt")
     dist.barrier()
