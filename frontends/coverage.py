@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import nn
 
 from attrax.core.factorization import RULES, Rule, find_rule
-from attrax.frontends.sharding import canonical, sizes, submodules
+from attrax.frontends.sharding import canonical, is_flat, sizes, submodules
 
 Selector: TypeAlias = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
@@ -173,6 +173,10 @@ def select(
         layer = recomputed.get(path, Layer(path, module, None, {}))
         local = full[len(path) :].lstrip(".")
         recomputed[path] = replace(layer, names={**layer.names, local: name})
+    for path in [path for path, layer in recomputed.items() if is_flat(layer.module)]:
+        lost = recomputed.pop(path)
+        reason = f"{type(lost.module).__name__} cannot run once more: parts of it are wrapped in FSDP1"
+        gaps |= {n: Gap(n, reason, entries[n]) for n in lost.names.values()}
     for layer in recomputed.values():
         how = f"{RECOMPUTED} {type(layer.module).__name__}"
         captured |= {n: Captured(n, how, entries[n]) for n in layer.names.values()}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.distributed.fsdp import FSDPModule
 
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
@@ -101,14 +102,15 @@ class Tape:
         try:
             for module in self.model.modules():
                 enter = hook(module, self._enter)
-                first = {"prepend": self.together}  # before sharding gathers the parameters
-                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, **first))
+                early = self.together  # before sharding gathers the parameters
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=early))
             for layer in self.layers:
                 ready = hook(layer.module, partial(self._ready, layer))
                 self._handles.append(layer.module.register_forward_pre_hook(ready, with_kwargs=True))
                 tap = hook(layer.module, partial(self._tap, layer))
-                cut = self.parallel is not None and layer.path in self.parallel.layers
-                self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True, prepend=cut))
+                first = self.parallel is not None and layer.path in self.parallel.layers
+                first = first or isinstance(layer.module, FSDPModule)  # inside of what gathers it in backward
+                self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True, prepend=first))
             for module in self.model.modules():
                 leave = hook(module, self._leave)
                 self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
