@@ -21,6 +21,7 @@ others get torch's error at their next exchange: at once with gloo, after the pr
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -113,7 +114,8 @@ class Processes:
     def listed(self, value: T) -> list[T]:
         """See `Ranks.listed`; tensors arrive on the host."""
         found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, _on_host(value), self.group)
+        with _answering():
+            dist.all_gather_object(found, _on_host(value), self.group)
         return found
 
     def total(self, states: Mapping[str, S]) -> dict[str, S]:
@@ -134,7 +136,8 @@ class Processes:
 
         def add_up(x: Tensor) -> Tensor:
             sum_of_all = x.detach().to(device, copy=True).contiguous()
-            dist.all_reduce(sum_of_all, group=self.group)
+            with _answering():
+                dist.all_reduce(sum_of_all, group=self.group)
             return sum_of_all.to(x.device)
 
         zeros = {
@@ -165,11 +168,29 @@ class Processes:
             def send(x: Tensor, source: int = source) -> Tensor:
                 sent = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
                 sent = sent.contiguous()
-                dist.broadcast(sent, source, group=self.group)
+                with _answering():
+                    dist.broadcast(sent, source, group=self.group)
                 return sent
 
             found[name] = _tensors(send, made.get(name, shares[owner[name]][1].get(name)))
         return found
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Say what it means when an exchange between processes fails.
+
+    Raises:
+        RuntimeError: If one does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"process {dist.get_rank()} of {dist.get_world_size()}: another one has ended or does not answer, and with "
+            f"it its share of the work ({str(error).splitlines()[0]}). See what the others have printed last, and "
+            "start all of them again; stores keep the shards that were finished."
+        ) from error
 
 
 def _tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
