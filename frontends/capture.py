@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from attrax.core import Block, Examples, GradTree, Leaf, Transform
 from attrax.core.factorization import RULES, Rule
+from attrax.core.transfers import near
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
@@ -252,7 +253,8 @@ class Capture:
                 self._moves.waiting.rescale(earlier)
             for i, (x, factors) in enumerate(zip(found, now, strict=True)):
                 blocks[i], used = reweighed(blocks[i], factors)
-                x["bad"] = {name: flags[used.to(flags.device)] for name, flags in x["bad"].items()}
+                rows = near(used.nonzero().flatten())
+                x["bad"] = {name: flags[rows(flags.device)] for name, flags in x["bad"].items()}
         return blocks
 
     def _event(self, runs: list[Pass], blocks: list[Block], weighed: Weighed) -> BackwardEvent:
