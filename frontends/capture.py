@@ -451,6 +451,12 @@ def capture(
     Returns:
         The context manager.
 
+    To learn where examples lie in layers, the model is run again without gradient and in eval mode: twice at a batch of
+    the training or several, until all layers are known, and some modules without a rule in every backward.  Random
+    generators (torch's, numpy's, Python's, and those that are attributes of modules), buffers and plain attributes of
+    modules are put back after such a run.  What a forward pass changes elsewhere (fields of other objects, globals,
+    files) is changed by these runs too.
+
     Raises:
         ValueError: If no layer is selected, a name is unknown, or BatchNorm is in training mode.
         RuntimeError: If the model is compiled.
