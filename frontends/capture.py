@@ -41,7 +41,7 @@ from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.sink import Sink as Files
 from attrax.frontends.steps import Discards, Steps
-from attrax.frontends.sums import GradientSums, several_processes
+from attrax.frontends.sums import GradientSums
 from attrax.frontends.tape import Tape
 from attrax.frontends.tensor_parallel import Holds
 from attrax.frontends.trajectory import Recorder
@@ -110,7 +110,8 @@ class Capture:
             open_pass=self._open,
             close_pass=lambda run, output: tap_loss(output, run.notes),
             unplaced=None if strict else self._leave_out,
-            check=verify and not several_processes(),
+            check=verify,
+            refuse=self._refuse,
             together=is_sharded(model),
             holds=holds,
         )
@@ -124,6 +125,8 @@ class Capture:
 
     def __enter__(self) -> "Capture":
         self._stack.enter_context(self._tape.attached(self._wanted))
+        if self._sums is not None:
+            self._stack.callback(self._sums.close)
         self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
@@ -142,6 +145,12 @@ class Capture:
         """Nothing is captured inside: evaluation or probing within a step."""
         with self._tape.paused():
             yield
+
+    def _refuse(self, run: Pass, error: LayoutError) -> None:
+        """Rows of layers are not examples."""
+        if self._sums is None:
+            raise error
+        self._sums.refuse(error, run.notes.get("averaging"))
 
     def _leave_out(self, error: LayoutError) -> None:
         """Parameters of a layer whose examples cannot be told apart become gaps."""
@@ -214,7 +223,7 @@ class Capture:
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
         if self._sums is not None:
-            self._sums.check([run.notes.get("fresh", set()) for run in runs])
+            self._check(self._sums, runs)
         found = merged([run.found for run in runs if run.found])
         blocks = self._called(runs, found)
         self._first = False
@@ -233,6 +242,14 @@ class Capture:
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
+
+    def _check(self, sums: GradientSums, runs: list[Pass]) -> None:
+        try:
+            sums.check([run.notes.get("fresh", set()) for run in runs], runs[0].notes.get("averaging"))
+        except RuntimeError:
+            self._pending = []  # of earlier backwards of the step, which were checked with this one
+            self._moves.waiting.clear()
+            raise
 
     def _called(self, runs: list[Pass], found: list[Found]) -> list[Block]:
         """The blocks of a backward, as the callbacks have left their examples in `.grad`."""
@@ -433,10 +450,11 @@ def capture(
             where a row is not one example: `stacked` (preference pairs), `documents` (rows without padding).
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
-        verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
-            Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
-            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed,
-            and that those that share layers found the same.
+        verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`; of
+            sharded parameters, that their mean over processes does.  Once, check that rows of layers are examples (two
+            forwards in eval mode without gradient).  Processes that train together (DistributedDataParallel, FSDP)
+            exchange what they found at the end of the first backwards that average gradients, so that an error of one
+            is raised by all: all of them enter the capture.
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small

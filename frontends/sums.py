@@ -1,21 +1,57 @@
 """Checks of a running capture: the captured gradients of a backward must add up to what it put into `.grad`.
 
-Every parameter is checked in the first backward that gives it a finite gradient of its own.
+Every parameter is checked in the first backward that gives it a finite gradient of its own.  Where `.grad` is a mean
+over processes, a replicated model (DistributedDataParallel) is checked before that is taken, by hooks on parameters; of
+a sharded one, the mean of what processes captured is compared with the slice of it that each holds.  Processes that
+train together find the same errors, so that none waits for one that has stopped.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from attrax.core import GradTree, Leaf, aggregate, stored
+from attrax.core.algebra import wide
 from attrax.core.leaves import covers, dtype_of
+from attrax.core.transfers import fetched
 from attrax.frontends.distributed import Processes
-from attrax.frontends.sharding import is_sharded, named
+from attrax.frontends.events import Averaging
+from attrax.frontends.placing import LayoutError
+from attrax.frontends.removal import _slice, check_gradients, summed
+from attrax.frontends.sharding import Piece, gradients, is_sharded, named, part, pieces
 from attrax.frontends.tensor_parallel import parallel_mesh
 from attrax.frontends.verify import distance, mismatches, raise_on
+
+_EXCHANGES = 8
+
+
+class Found(NamedTuple):
+    """A parameter's gradient: how far what was captured is from it, how large it is, and whether that says anything."""
+
+    difference: float
+    size: float
+    finite: bool
+    captured: bool
+
+    def also(self, other: "Found") -> "Found":
+        """What two backwards, or two processes, have found together."""
+        finite, captured = self.finite and other.finite, self.captured or other.captured
+        return Found(max(self.difference, other.difference), max(self.size, other.size), finite, captured)
+
+
+class _Share(NamedTuple):
+    """What one process has found: distances, dtypes of what was captured, and errors that it did not raise."""
+
+    found: dict[str, Found]
+    dtypes: set[torch.dtype]
+    refused: list[tuple[set[str], str]]
 
 
 class GradientSums:
@@ -23,15 +59,30 @@ class GradientSums:
 
     def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
         names = set(wanted)
+        self._model = model
         self._waiting = {n: p for n, p in named(model).items() if n in names}
-        self._own = not (several_processes() and is_sharded(model))  # else a gradient may be that of others
+        self._sharded = several_processes() and is_sharded(model)
+        self._hooked = several_processes() and not self._sharded
         self._parallel = parallel_mesh(model)  # to be compared once
         self._sums: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
+        self._own: dict[str, Tensor] = {}
+        self._hooks: dict[str, Any] = {}
+        self._found: dict[str, Found] = {}
+        self._refused: list[tuple[set[str], str]] = []
+        self._unreduced: set[str] | None = None  # what was fresh before a backward that is yet to be averaged
+        self._exchanges = _EXCHANGES
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
 
     def clear(self) -> None:
-        """Forget the sums of a backward, which may not have ended."""
-        self._sums, self._dtypes = {}, set()
+        """Forget the sums of a backward, which may not have ended; keep those that processes have yet to average."""
+        if self._unreduced is None:
+            self._sums, self._dtypes, self._own = {}, set(), {}
 
     def leave_out(self, parameters: Iterable[str]) -> None:
         """Do not wait for some parameters."""
@@ -39,9 +90,19 @@ class GradientSums:
             self._waiting.pop(name, None)
 
     def fresh(self) -> set[str]:
-        """Parameters to check that have no gradient yet."""
+        """Parameters to check of which the coming backward's gradient will be known."""
+        if self._hooked:
+            for name, p in self._waiting.items():
+                if p.requires_grad and name not in self._hooks:
+                    self._hooks[name] = p.register_hook(partial(self._keep, name))
+            return set(self._waiting)
+        if self._unreduced is not None:
+            return self._unreduced
         grads = {n: p.grad for n, p in self._waiting.items()}
         return {n for n, g in grads.items() if g is None or not bool(_dense(g).any())}
+
+    def _keep(self, name: str, grad: Tensor) -> None:
+        self._own[name] = self._own.get(name, 0) + _dense(grad.detach())
 
     def add(self, name: str, leaf: Leaf) -> None:
         """Add the examples of a leaf."""
@@ -51,31 +112,148 @@ class GradientSums:
         for parameter, total in stored(aggregate(GradTree({name: leaf}))).items():
             self._sums[parameter] = self._sums.get(parameter, 0) + total[0]
 
-    def check(self, fresh: Iterable[set[str]]) -> None:
+    def refuse(self, error: LayoutError, averaging: Averaging | None) -> None:
+        """Raise an error: at the end of the backward, where other processes would wait for this one until then.
+
+        Raises:
+            LayoutError: At once, where they would not.
+        """
+        if not self._exchanges or self._sharded != (averaging is None):
+            raise error
+        self._refused.append((error.parameters, str(error)))
+
+    def check(self, fresh: Iterable[set[str]], averaging: Averaging | None = None) -> None:
         """Compare with `.grad`.
 
         Args:
-            fresh: For each pass of the backward, the parameters without gradient when it ran.
+            fresh: For each pass of the backward, the parameters whose gradient it makes is known.
+            averaging: How `.grad` is averaged over processes that hold all of each parameter.
 
         Raises:
-            RuntimeError: Naming the parameters that differ.
+            RuntimeError: Naming the parameters that differ, in all processes that train together.
+            LayoutError: That one of them was to raise.
         """
         if self._parallel is not None:
             _check_alike(self._sums, self._parallel.get_group())
             self._parallel = None
         names = set(self._waiting).intersection(*fresh)
-        grads = {n: self._waiting[n].grad for n in names if self._waiting[n].requires_grad}
-        dense = {n: _dense(g) for n, g in grads.items() if g is not None}
-        given = {n: g for n, g in dense.items() if bool(g.any())}
-        unseen = given.keys() - self._sums.keys() if self._own else ()
-        missing = dict.fromkeys(unseen, "has a gradient but its layer was never captured")
-        dtype = max(self._dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
-        unread = {n for n, g in given.items() if not bool(g.isfinite().all())}
-        seen = (grads.keys() & self._sums.keys()) - unread
-        pairs = {} if several_processes() else {n: distance(self._sums[n], dense.get(n)) for n in seen}
-        raise_on(missing | mismatches(pairs, dtype, torch.finfo(torch.float32).eps))
+        if self._sharded:
+            self._check_shards(names, averaging)
+            return
+        for name, found in _measured(self._pairs(names)).items():
+            self._found[name] = found.also(self._found.get(name, found))
+        if averaging is None or not self._exchanges:
+            self._judge([self._share()])
+        elif averaging.done:
+            self._judge_together(averaging.group)
+
+    def _pairs(self, names: set[str]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """What was captured of each parameter, and what the backward has added to its `.grad`."""
+        grads = self._own if self._hooked else {n: self._waiting[n].grad for n in names}
+        return {n: (self._sums.get(n), grads.get(n)) for n in names if self._waiting[n].requires_grad}
+
+    def _check_shards(self, names: set[str], averaging: Averaging | None) -> None:
+        """Compare the mean over processes with this process's shards, where `.grad` is that mean."""
+        if averaging is not None or not self._exchanges:
+            return
+        self._unreduced = None if _reduced(self._model) else names
+        if self._unreduced is not None:
+            return
+        held = Processes().listed((names, set(self._sums)))
+        agreed, captured = set.intersection(*(x for x, _ in held)), set().union(*(x for _, x in held))
+        flat, pairs = pieces(self._model), dict[str, tuple[Tensor | None, Tensor | None]]()
+        for name, grad in sorted(gradients(self._model).items()):
+            cut = flat.get(id(self._waiting[name])) if name in agreed else None
+            if name in agreed and (cut is None or _spans_all(cut)):
+                grad = _summed_up(grad) if isinstance(grad, DTensor) else grad
+                pairs[name] = (_mean_here(self._sums.get(name), grad, cut), grad)
+        self._found = {n: x._replace(captured=n in captured) for n, x in _measured(pairs).items()}
+        self._judge_together(None)
+
+    def _share(self) -> "_Share":
+        share, self._found, self._refused = _Share(self._found, self._dtypes, self._refused), {}, []
+        return share
+
+    def _judge_together(self, group: ProcessGroup | None) -> None:
+        """Judge what all processes of a group have found, as long as one of them has something to check."""
+        shares = Processes(group).listed(self._share())
+        self._exchanges -= 1
+        self._judge(shares)
+        if not any(Processes(group).listed(bool(self._waiting))):
+            self._exchanges = 0
+
+    def _judge(self, shares: Sequence["_Share"]) -> None:
+        """Raise what is wrong; what is right is checked no more."""
+        for parameters, text in (error for share in shares for error in share.refused):
+            raise LayoutError(parameters, text)
+        every: dict[str, Found] = {}
+        for share in shares:
+            every |= {n: x.also(every.get(n, x)) for n, x in share.found.items()}
+        found = {n: x for n, x in every.items() if x.finite}
+        given = [n for n, x in found.items() if x.size > 0]
+        missing = {
+            n: "has a gradient but its layer was never captured" for n in given if not found[n].captured
+        }
+        seen = [n for n, x in found.items() if x.captured]
+        dtypes = set[torch.dtype]().union(*(share.dtypes for share in shares))
+        dtype = max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
+        distances = {n: (found[n].difference, found[n].size) for n in seen}
+        raise_on(missing | mismatches(distances, dtype, torch.finfo(torch.float32).eps))
         for name in seen if given else ():
-            del self._waiting[name]
+            self._waiting.pop(name, None)
+            if name in self._hooks:
+                self._hooks.pop(name).remove()
+
+
+def _measured(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> dict[str, Found]:
+    """Distances of what was captured from gradients, read from the device together."""
+    names: list[str] = []
+    values: list[Tensor] = []
+    for name, (own, given) in pairs.items():
+        grad = None if given is None else _dense(given)
+        if own is None and grad is None:
+            continue
+        captured = torch.zeros_like(grad) if own is None and grad is not None else own
+        assert captured is not None
+        finite = captured.new_ones((), dtype=torch.bool) if grad is None else grad.isfinite().all()
+        pair = distance(captured, grad) if captured.numel() else captured.new_zeros(2)
+        names.append(name)
+        values.append(torch.stack([*pair, finite]).double())
+    return {
+        name: Found(difference, size, bool(finite), pairs[name][0] is not None)
+        for name, (difference, size, finite) in zip(names, fetched(values).tolist(), strict=True)
+    }
+
+
+def _spans_all(cut: Piece) -> bool:
+    """Whether a piece's gradient is averaged over the processes that share its parameter, and over no others."""
+    return prod(group.size() for group in cut.groups) == dist.get_world_size()
+
+
+def _summed_up(grad: DTensor) -> DTensor:
+    """A gradient of which each process holds a summand (sequence parallel norms), added up."""
+    settled = [Replicate() if isinstance(x, Partial) else x for x in grad.placements]
+    return grad.redistribute(placements=settled)
+
+
+def _mean_here(own: Tensor | None, grad: Tensor, cut: Piece | None) -> Tensor:
+    """What this process holds of the mean over processes of what they captured; all of them must ask."""
+    shape, dtype = grad.shape if cut is None else cut.shape, wide(grad.dtype)
+    total = (
+        torch.zeros(shape, dtype=dtype, device=grad.device) if own is None else own.to(dtype).reshape(shape)
+    )
+    if cut is not None:
+        return part(summed(total, cut.groups), cut) / prod(group.size() for group in cut.groups)
+    return _slice(total, grad) if isinstance(grad, DTensor) else total
+
+
+def _reduced(model: nn.Module) -> bool:
+    """Whether the gradients of a sharded model are means over processes, and not to be added up first (`no_sync`)."""
+    try:
+        check_gradients(model)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _check_alike(sums: Mapping[str, Tensor], group: ProcessGroup) -> None:
@@ -99,5 +277,4 @@ def _dense(g: Tensor) -> Tensor:
 
 def several_processes() -> bool:
     """Whether `.grad` may not be this process's alone: data parallel training averages it over processes."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -49,6 +49,7 @@ class Tape:
         unplaced: Called with the error where a layer's examples cannot be told apart; it is left out if that returns.
         layouts: Where the examples lie in the layers that were asked, by path; filled as models run.
         check: Whether to check once that rows of layers are examples.
+        refuse: Called with the pass and the error if they are not; raises it, or sees to it that it is raised.
         together: Whether forward passes of the model wait for other processes: its parameters are spread over them.
         holds: What leaves are of layers that are cut over processes.
     """
@@ -63,6 +64,7 @@ class Tape:
     unplaced: Callable[[LayoutError], None] | None = None
     layouts: dict[str, Layout] = field(default_factory=dict)
     check: bool = False
+    refuse: Callable[[Pass, LayoutError], None] | None = None
     together: bool = False
     holds: Holds = "whole"
 
@@ -212,7 +214,7 @@ class Tape:
         self._current, self._depth = None, 0
         if self.check and run.calls and (run.rows or 0) > 1 and not run.silent:
             self.check = False
-            self._placing.check(run)
+            self._check(run)
         run.again = None
         if run in self._running or not torch.is_grad_enabled():
             return None
@@ -221,6 +223,14 @@ class Tape:
                 self._tap_fused(run, node, output["label_mask"])
         output = self.close_pass(run, output) if run.calls and run.complete else output
         return self._marked(run, output) if run.silent else output
+
+    def _check(self, run: Pass) -> None:
+        try:
+            self._placing.check(run)
+        except LayoutError as error:
+            if self.refuse is None:
+                raise
+            self.refuse(run, error)
 
     def _marked(self, run: Pass, output: Any) -> Any:
         """The output of a pass with a mark on every tensor, so that its backward is seen to begin."""

@@ -191,7 +191,9 @@ def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def mismatches(
-    found: Mapping[str, tuple[Tensor, Tensor]], dtype: torch.dtype, at_least: float = 0.0
+    found: Mapping[str, tuple[Tensor, Tensor] | tuple[float, float]],
+    dtype: torch.dtype,
+    at_least: float = 0.0,
 ) -> dict[str, str]:
     """Parameters whose distance is more than rounding in `dtype`, or to a relative precision of `at_least`.
 
