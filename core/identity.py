@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attrax.core.transfers import fetched
+
 _CHUNK = 2**20
 
 
@@ -79,7 +81,8 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
     >>> fingerprint({"w": w}) == fingerprint({"w": w.clone()}) != fingerprint({"w": w.flip(0)})
     True
     """
-    return combined({n: Content(x.dtype, tuple(x.shape), bit_sums(x)) for n, x in parameters.items()})
+    sums = counted({n: bit_sums(x) for n, x in parameters.items()})
+    return combined({n: Content(x.dtype, tuple(x.shape), sums[n]) for n, x in parameters.items()})
 
 
 def combined(contents: Mapping[str, Content]) -> str:
@@ -91,26 +94,33 @@ def combined(contents: Mapping[str, Content]) -> str:
     return digest.hexdigest()
 
 
-def bit_sums(x: Tensor, place: Callable[[Tensor], Tensor] = lambda index: index) -> tuple[int, int]:
+def bit_sums(x: Tensor, place: Callable[[Tensor], Tensor] = lambda index: index) -> Tensor:
     """The sum of a tensor's bit patterns, and their sum weighed by position; those of its pieces add up to it.
 
     Args:
         x: A tensor, or a piece of one.
         place: Flat positions in the whole tensor, of flat positions in the piece.
 
+    Returns:
+        The sums [2], int64 modulo 2^64, where the tensor lies.
+
     >>> x = torch.arange(6)
-    >>> left, right = bit_sums(x[:2]), bit_sums(x[2:], lambda index: index + 2)
-    >>> bit_sums(x) == (left[0] + right[0], left[1] + right[1])
-    True
+    >>> bit_sums(x), bit_sums(x[:2]) + bit_sums(x[2:], lambda index: index + 2)
+    (tensor([15, 70]), tensor([15, 70]))
     """
     bits = _words(x.detach().reshape(-1))
-    plain, weighted = 0, 0
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         chunk = bits[start : start + _CHUNK].to(torch.int64)
         places = place(torch.arange(start, start + chunk.numel(), device=chunk.device)) + 1
-        pair = torch.stack([chunk.sum(), (chunk * places).sum()]).tolist()
-        plain, weighted = plain + int(pair[0]), weighted + int(pair[1])
-    return plain, weighted
+        sums += torch.stack([chunk.sum(), (chunk * places).sum()])
+    return sums
+
+
+def counted(sums: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Sums of bits as numbers, read from the device together."""
+    read = fetched(list(sums.values())).tolist()
+    return {name: (int(plain), int(weighted)) for name, (plain, weighted) in zip(sums, read, strict=True)}
 
 
 def _words(x: Tensor) -> Tensor:

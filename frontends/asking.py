@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from attrax.frontends.coverage import Layer
 from attrax.frontends.forms import recompute_tensors, rule_inputs
 from attrax.frontends.layout import SHARED, Layout, compared, doubtless, shared, unmoved
-from attrax.frontends.parameters import own_buffers
+from attrax.frontends.parameters import own_attributes, own_buffers
 from attrax.frontends.passes import Pass, flatten
+from attrax.frontends.randomness import Draws, undrawn
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.sharding import whole
 
@@ -33,6 +34,7 @@ class Asking:
 
     Attributes:
         lost: Layers whose rows did not move with the examples.
+        draws: Whether the model drew random numbers, in eval mode.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Asking:
     ) -> None:
         self.known = known
         self.lost: set[str] = set()
+        self.draws = False
         self._model, self._aside = model, aside
         self._guessed: dict[str, Layout] = {}
         self._noted: list[tuple[str, Tensor]] | None = None
@@ -63,6 +66,15 @@ class Asking:
         self._noted += _placeable(layer, args, kwargs, output)
         spread = self._spread is not None and self._spread[0] == layer.key and layer.rule is not None
         return self._spread[1](output) if spread and self._spread is not None else output
+
+    @property
+    def doubt(self) -> str:
+        """Why the answer may be wrong, to end a message with; empty if nothing says so."""
+        text = (
+            " The model draws random numbers in its forward pass, also in eval mode, and these do not move with the "
+            "examples: draw them outside and pass them in, or draw them in training mode only."
+        )
+        return text if self.draws else ""
 
     def found(self, key: str) -> Layout | None:
         """The layout of a layer's tensors, if the model has told it."""
@@ -87,8 +99,9 @@ class Asking:
         """What the layers of the model see, and what it returns."""
         self._noted = []
         try:
-            with self._aside(), evaluated(self._model):
+            with self._aside(), evaluated(self._model) as before:
                 output = again(reorder)
+                self.draws |= self._spread is None and before.went_on
             made = [whole(x) for x in flatten((output,)).values() if isinstance(x, Tensor)]
             return [*self._noted, *((f"output {i}", x) for i, x in enumerate(made))]
         finally:
@@ -143,12 +156,15 @@ def _perturbed(output: Tensor, *, B: int, examples: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """A model in eval mode, with the random state set aside and nothing compiled, inside the context."""
+def evaluated(model: nn.Module) -> Iterator[Draws]:
+    """A model in eval mode, with all that it may change set aside and nothing compiled, inside the context.
+
+    Yields:
+        How far random generators have drawn.
+    """
     training = [m for m in model.modules() if m.training]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with (
-        torch.random.fork_rng(devices=devices),
+        undrawn(model) as before,
         torch.compiler.set_stance("force_eager"),
         slow_attention(),
         warnings.catch_warnings(),
@@ -157,8 +173,8 @@ def evaluated(model: nn.Module) -> Iterator[None]:
         try:
             for module in training:
                 module.training = False
-            with own_buffers(model):
-                yield
+            with own_attributes(model), own_buffers(model):
+                yield before
         finally:
             for module in training:
                 module.training = True

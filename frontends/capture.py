@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from attrax.core import Block, Examples, GradTree, Leaf, Transform
 from attrax.core.factorization import RULES, Rule
 from attrax.core.leaves import covers
+from attrax.core.transfers import near
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
@@ -41,7 +42,7 @@ from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.steps import Discards, Steps
 from attrax.frontends.storage.sink import Sink as Files
-from attrax.frontends.sums import GradientSums, several_processes
+from attrax.frontends.sums import GradientSums
 from attrax.frontends.tape import Tape
 from attrax.frontends.tensor_parallel import Holds
 from attrax.frontends.trajectory import Recorder
@@ -111,7 +112,7 @@ class Capture:
             open_pass=self._open,
             close_pass=lambda run, output: tap_loss(output, run.notes),
             unplaced=None if strict else self._leave_out,
-            check=verify and not several_processes(),
+            check=verify,
             together=is_sharded(model),
             holds=holds,
         )
@@ -125,6 +126,8 @@ class Capture:
 
     def __enter__(self) -> "Capture":
         self._stack.enter_context(self._tape.attached(self._wanted))
+        if self._sums is not None:
+            self._stack.callback(self._sums.close)
         self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
@@ -216,7 +219,7 @@ class Capture:
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
         if self._sums is not None:
-            self._sums.check([run.notes.get("fresh", set()) for run in runs])
+            self._check(self._sums, runs)
         found = merged([run.found for run in runs if run.found])
         for x in found:
             x["examples"] = self._with_absent(x)
@@ -245,6 +248,14 @@ class Capture:
         reached = {parameter for name in found["bad"] for parameter in self._covers[name]}
         return replace(found["examples"], absent=tuple(sorted(self._wanted - reached)))
 
+    def _check(self, sums: GradientSums, runs: list[Pass]) -> None:
+        try:
+            sums.check([run.notes.get("fresh", set()) for run in runs], runs[0].notes.get("averaging"))
+        except RuntimeError:
+            self._pending = []  # of earlier backwards of the step, which were checked with this one
+            self._moves.waiting.clear()
+            raise
+
     def _called(self, runs: list[Pass], found: list[Found]) -> list[Block]:
         """The blocks of a backward, as the callbacks have left their examples in `.grad`."""
         blocks = [Block(GradTree(x["leaves"]), x["examples"]) for x in found]
@@ -264,7 +275,8 @@ class Capture:
                 self._moves.waiting.rescale(earlier)
             for i, (x, factors) in enumerate(zip(found, now, strict=True)):
                 blocks[i], used = reweighed(blocks[i], factors)
-                x["bad"] = {name: flags[used.to(flags.device)] for name, flags in x["bad"].items()}
+                rows = near(used.nonzero().flatten())
+                x["bad"] = {name: flags[rows(flags.device)] for name, flags in x["bad"].items()}
         return blocks
 
     def _event(self, runs: list[Pass], blocks: list[Block], weighed: Weighed) -> BackwardEvent:
@@ -443,10 +455,9 @@ def capture(
             where a row is not one example: `stacked` (preference pairs), `documents` (rows without padding).
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
-        verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
-            Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
-            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed,
-            and that those that share layers found the same.
+        verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`; of
+            sharded parameters, that their mean over processes does, for which all processes enter the capture.  Once,
+            check that rows of layers are examples (two forwards in eval mode without gradient).
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small
@@ -460,6 +471,12 @@ def capture(
 
     Returns:
         The context manager.
+
+    To learn where examples lie in layers, the model is run again without gradient and in eval mode: twice at a batch of
+    the training or several, until all layers are known, and some modules without a rule in every backward.  Random
+    generators (torch's, numpy's, Python's, and those that are attributes of modules), buffers and plain attributes of
+    modules are put back after such a run.  What a forward pass changes elsewhere (fields of other objects, globals,
+    files) is changed by these runs too.
 
     Raises:
         ValueError: If no layer is selected, a name is unknown, or BatchNorm is in training mode.

@@ -6,11 +6,15 @@ processes of a job must reach these points, in the same order:
     capture, live    of a model whose parameters are spread over processes (FSDP1, FSDP2), and of no other one, at every
                      outermost call of it with gradients on: is the model to be asked where examples lie (2 numbers:
                      `least`), and the fingerprint (2 numbers a tensor).  Under FSDP such a call waits for the other
-                     processes anyway.  Nothing is exchanged in backward, at optimizer steps, on entering or leaving;
-                     but all processes enter, pause and leave a capture around the same calls.
+                     processes anyway.  Nothing is exchanged at optimizer steps, on entering or leaving; but all
+                     processes enter, pause and leave a capture around the same calls.
     live             of such a model: does any process have a batch left (`in_step`), at every batch.
     fits             with ``ranks=processes()``: once after each pass over the data.
     gather_scores    once; sum_scores twice.
+
+With ``capture(verify=True)`` processes that train together also exchange what they found, until all parameters are
+checked, at the end of at most eight backwards that average gradients: of replicated models (DistributedDataParallel)
+errors, of sharded ones means of what was captured as well.
 
 Layers that are cut over processes (tensor parallel) add exchanges over these: for every call of such a layer in
 backward, where leaves are to be whole (`attrax.frontends.tensor_parallel`), and with ``capture(verify=True)`` the norms

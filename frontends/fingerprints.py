@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attrax.core.identity import Content, bit_sums, combined
+from attrax.core.identity import Content, bit_sums, combined, counted
 from attrax.frontends.sharding import Piece, canonical, is_flat, named, piece, pieces
-
-_WRAP = 2**64
 
 
 def model_fingerprint(model: nn.Module) -> str:
@@ -48,9 +46,8 @@ class Fingerprints:
         writes = {name: (id(x), _version(x)) for name, x in state.items()}
         parts = {name: self._flat.get(id(x)) or piece(x.detach()) for name, x in state.items()}
         stale = [name for name in state if exact or writes[name] != self._writes.get(name)]
-        self._local = {n: self._local[n] for n in state if n not in stale} | {
-            name: bit_sums(parts[name].local, parts[name].place) for name in stale
-        }
+        read = counted({name: bit_sums(parts[name].local, parts[name].place) for name in stale})
+        self._local = {n: read[n] if n in read else self._local[n] for n in state}
         self._writes = writes
         totals = _added_up(self._local, parts)
         self._known = {n: Content(x.dtype, parts[n].shape, totals[n]) for n, x in state.items()}
@@ -64,19 +61,14 @@ class Fingerprints:
 def _added_up(sums: dict[str, tuple[int, int]], parts: dict[str, Piece]) -> dict[str, tuple[int, int]]:
     """The sums of whole tensors, from those of this process's pieces and of the others'."""
     whole = dict(sums)
-    for groups in dict.fromkeys(part.groups for part in parts.values()):
+    for groups in dict.fromkeys(part.groups for part in parts.values() if part.groups):
         names = sorted(n for n, part in parts.items() if part.groups == groups)
         device = parts[names[0]].local.device
-        total = torch.tensor([[_signed(x) for x in sums[n]] for n in names], device=device)
+        total = torch.tensor([sums[n] for n in names], device=device)
         for group in groups:
             dist.all_reduce(total, group=group)
         whole |= {n: (int(row[0]), int(row[1])) for n, row in zip(names, total.tolist(), strict=True)}
     return whole
-
-
-def _signed(x: int) -> int:
-    """The number modulo 2^64 that an int64 holds."""
-    return (x + _WRAP // 2) % _WRAP - _WRAP // 2
 
 
 def _version(x: Tensor) -> int:

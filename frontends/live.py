@@ -29,6 +29,7 @@ from attrax.frontends.nonfinite import nonfinite_examples
 from attrax.frontends.passes import Pass, flatten
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.progress import tracked
+from attrax.frontends.randomness import undrawn
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, pick, with_ids
 from attrax.frontends.sharding import is_flat, is_sharded, spared
@@ -191,7 +192,7 @@ class Live:
         """The batch, without examples whose loss is not finite if these are to be skipped."""
         if self.on_nonfinite == "raise":
             return batch
-        with set_aside(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with undrawn(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             keep = torch.isfinite(self.loss(self.model, for_loss(batch, self.loss))).cpu()
         for name, fine in zip(batch["example_ids"], keep.tolist(), strict=True):
             if not fine:
@@ -319,17 +320,11 @@ def frozen(model: nn.Module) -> Iterator[None]:
                 p.requires_grad_(True)
 
 
-def set_aside(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The random state of all devices of a model as it was, after the context."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    return torch.random.fork_rng(devices=devices)
-
-
 @contextlib.contextmanager
 def running(model: nn.Module, tape: Tape, wanted: frozenset[str]) -> Iterator[None]:
     """A frozen, hooked model with gradients enabled and the random state set aside."""
     with (
-        set_aside(model),
+        undrawn(model),
         torch.inference_mode(False),
         torch.enable_grad(),
         frozen(model),

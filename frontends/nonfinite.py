@@ -6,8 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attrax.core import Block, Leaf, take
+from attrax.core import Block, Leaf
 from attrax.core.algebra import wide
+from attrax.core.pytree import tree_map
+from attrax.core.transfers import near
 
 
 def nonfinite_examples(leaf: Leaf) -> Tensor:
@@ -63,4 +65,5 @@ def some(block: Block, keep: Tensor) -> Block:
         weight=None if examples.weight is None else examples.weight[keep],
         tokens=None if examples.tokens is None else examples.tokens[keep],
     )
-    return Block(block.grads.map(lambda _, leaf: take(leaf, keep)), kept)
+    rows = near(keep.nonzero().flatten())
+    return Block(block.grads.map(lambda _, leaf: tree_map(lambda x: x[rows(x.device)], leaf)), kept)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attrax.core import Clip
 from attrax.core.algebra import wide
+from attrax.core.transfers import fetched
 from attrax.frontends.sharding import Piece, added_up, gradients, named, pieces, whole
 from attrax.frontends.sums import several_processes
 from attrax.frontends.tensor_parallel import parallel_mesh
@@ -77,8 +78,8 @@ def clip_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], scale: fl
     """
     if not after or not before.keys() >= after.keys():
         return None
-    pairs = [(before[n].double(), after[n].double()) for n in after]
-    first, second = (torch.stack([pair[i].cpu() for pair in pairs]) for i in (0, 1))
+    read = fetched([norms[n].double() for norms in (before, after) for n in after])
+    first, second = read.unflatten(0, (2, -1))
     total, left = float(first.norm()), float(second.norm())
     if total == 0:
         return Clip(1.0, 0.0) if left == 0 else None

@@ -5,10 +5,15 @@
 """
 
 import contextlib
+import copy
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+
+from attrax.core.pytree import tree_map
+from attrax.frontends.sharding import is_flat
 
 Slot: TypeAlias = tuple[nn.Module, str]
 
@@ -53,6 +58,59 @@ def own_buffers(model: nn.Module, values: Mapping[Slot, Tensor | None] | None = 
 def buffers(model: nn.Module) -> dict[Slot, Tensor | None]:
     """Every buffer of a model, by where it is held."""
     return {(m, name): b for m in model.modules() for name, b in m._buffers.items()}
+
+
+@contextlib.contextmanager
+def own_attributes(model: nn.Module) -> Iterator[None]:
+    """Copies in the place of the plain attributes of a model inside the context; the attributes are back after it.
+
+    Plain are numbers, strings, tensors, and lists, tuples, sets and dictionaries of them: a module's call counters, its
+    history, a hidden state that it carries on.  Other objects are the model's own inside the context too, and so are
+    all attributes under FSDP1, which keeps its place in them.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.calls, layer.seen = 3, [1.0]
+    >>> with own_attributes(layer):
+    ...     layer.calls += 1
+    ...     layer.seen.append(2.0)
+    ...     layer.last = 2.0
+    >>> layer.calls, layer.seen, hasattr(layer, "last")
+    (3, [1.0], False)
+    """
+    spaces = [] if is_flat(model) else [vars(m) for m in model.modules()]
+    before = [{n: x for n, x in space.items() if _plain(n, x)} for space in spaces]
+    copies = {id(x): _copied(x) for kept in before for x in kept.values()}
+    try:
+        for space, kept in zip(spaces, before, strict=True):
+            space.update({n: copies[id(x)] for n, x in kept.items()})
+        yield
+    finally:
+        for space, kept in zip(spaces, before, strict=True):
+            for name in [n for n, x in space.items() if _plain(n, x) and n not in kept]:
+                del space[name]
+            space.update(kept)
+
+
+_CONTAINERS = (list, tuple, set, dict, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, *_CONTAINERS)
+_MODULE = frozenset(vars(nn.Module()))
+
+
+def _plain(name: str, value: object) -> bool:
+    return name not in _MODULE and isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)
+
+
+def _copied(value: Any) -> Any:
+    def copied(x: Any) -> Any:
+        return (
+            x.clone()
+            if _plain("", x) and isinstance(x, Tensor)
+            else copy.copy(x)
+            if isinstance(x, _CONTAINERS)
+            else x
+        )
+
+    return tree_map(copied, value)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Placing:
                 set().union(*(self._plain[path] for path in wrong)),
                 f"capture: the rows of layers {wrong[:3]} do not move with the rows of the model's inputs: these are "
                 "not the examples (sequence-first inputs?), or examples depend on each other. Give the examples "
-                "first, exclude these layers, or pass verify=False if you know better.",
+                "first, exclude these layers, or pass verify=False if you know better." + self.asking.doubt,
             )
 
     def learn(
@@ -133,7 +133,9 @@ class Placing:
         run.rows = inputs[0].shape[0] if run.rows is None and inputs[0].ndim else run.rows
         layout = self._layout(layer, run, inputs[0], output)
         if layout is None or not packs(rule, layout, inputs[0], run.extent):
-            raise LayoutError(layer.names.values(), _unclear(layer, inputs[0], run, self._unasked))
+            raise LayoutError(
+                layer.names.values(), _unclear(layer, inputs[0], run, self._unasked) + self.asking.doubt
+            )
         if self._parallel is not None and layer.path in self._parallel.layers:
             return self._parallel.form(layer.path, rule, module, inputs, output, layout, run.extent)
         return rule_form(rule, module, inputs, output, layout, run.extent)
@@ -145,7 +147,8 @@ class Placing:
                 layer.names.values(),
                 f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and returned tensors of "
                 f"shapes {shapes} for {run.rows} examples, none of whose axes is the example axis. Exclude it, give "
-                "its output a batch axis, or recompute the module around it (recompute=).",
+                "its output a batch axis, or recompute the module around it (recompute=)."
+                + self.asking.doubt,
             )
         return form
 

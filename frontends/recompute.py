@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attrax.core import Leaf, materialized
 from attrax.core.pytree import tree_map
 from attrax.frontends.layout import Layout
-from attrax.frontends.parameters import Slot, own_buffers, replaced
+from attrax.frontends.parameters import Slot, own_attributes, own_buffers, replaced
+from attrax.frontends.randomness import Draws, undrawn
 
 
 @dataclass(frozen=True)
@@ -28,38 +29,37 @@ class Moment:
 
     Attributes:
         device: Device type of the module.
-        random: State of the host's random numbers before the call, if the call used them.
+        random: How far random generators had drawn before the call, if it is to draw the same again.
+        drew: Whether the call drew random numbers.
         autocast: Whether autocast was on, and its dtype.
         buffers: Buffers before the call, if the call changed them (running statistics, power iterations).
     """
 
     device: str
-    random: Tensor | None
+    random: Draws | None
+    drew: bool
     autocast: tuple[bool, torch.dtype]
     buffers: Mapping[Slot, Tensor | None] | None = None
 
     @staticmethod
     def of(
-        module: nn.Module, random: Tensor | None, buffers: Mapping[Slot, Tensor | None] | None = None
+        module: nn.Module, random: Draws | None, buffers: Mapping[Slot, Tensor | None] | None = None
     ) -> "Moment":
         """The state now."""
         device = next((p.device.type for p in module.parameters()), "cpu")
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        return Moment(device, random, autocast, buffers)
+        return Moment(device, random, random is not None and random.went_on, autocast, buffers)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The same state, with gradients on."""
         enabled, dtype = self.autocast
         with (
-            torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             slow_attention(),
             sdpa_kernel(SDPBackend.MATH),
             torch.autocast(self.device, dtype=dtype, enabled=enabled),
         ):
-            if self.random is not None:
-                torch.set_rng_state(self.random)
             yield
 
 
@@ -102,15 +102,17 @@ class Recorded:
             grads: Gradients of the outputs that were tapped, in order.
 
         """
-        with self.moment.again():
-            found = None if self.moment.random is not None else self._vmapped(tensors, grads)
+        with undrawn(self.module), self.moment.again():
+            found = None if self.moment.drew else self._vmapped(tensors, grads)
             found = self._repeated(tensors, grads) if found is None else found
         return {name: materialized(name, w.detach()) for name, w in found.items()}
 
     def _forward(self, parameters: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = tree_map(lambda x: tensors[x.index] if isinstance(x, Place) else x, self.arguments)
         held = {owner(self.module, name): p for name, p in parameters.items()}
-        with own_buffers(self.module, self.moment.buffers), replaced(held):
+        if self.moment.random is not None:
+            self.moment.random.restore()
+        with own_attributes(self.module), own_buffers(self.module, self.moment.buffers), replaced(held):
             return tapped(self.module(*args, **kwargs))
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -94,7 +94,12 @@ def is_pending(event: BackwardEvent) -> bool:
     """Whether gradients are this process's own until a later backward of the step averages them (``no_sync``)."""
     if event.averaging is not None:
         return not event.averaging.done
-    return not all(_reductions(event.model))
+    return not is_reduced(event.model)
+
+
+def is_reduced(model: nn.Module) -> bool:
+    """Whether the backward that ends now made gradients of a sharded model means over processes (not so: `no_sync`)."""
+    return all(_reductions(model))
 
 
 def groups(event: BackwardEvent, parameters: Mapping[str, Tensor]) -> list[Any]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from attrax.core import Scores
 from attrax.core.trajectory import Clip
 from attrax.frontends.losses import Loss
+from attrax.frontends.randomness import undrawn
 from attrax.frontends.rows import Batch, for_loss, with_ids
 
 Reduction: TypeAlias = Literal["sum", "token_mean", "example_mean"]
@@ -77,7 +78,7 @@ def train(
     >>> round(float(layer.weight.detach() - after.weight.detach()), 3)
     0.5
     """
-    with torch.random.fork_rng():
+    with undrawn(recipe.model):
         torch.manual_seed(recipe.seed)
         model = copy.deepcopy(recipe.model)
         optimizer = recipe.optimizer(model)

@@ -29,6 +29,7 @@ from attrax.frontends.layout import EXAMPLES, Layout, Packing, copied, permuted
 from attrax.frontends.parameters import Slot, buffers
 from attrax.frontends.passes import Call, Pass, flatten, input_key, open_pass
 from attrax.frontends.placing import LayoutError, Placing
+from attrax.frontends.randomness import Draws, draws
 from attrax.frontends.recompute import Moment, owner, with_tapped, without_tensors
 from attrax.frontends.taps import Mark, Tap, origins, saved_inputs
 from attrax.frontends.tensor_parallel import Holds, tensor_parallel
@@ -73,7 +74,7 @@ class Tape:
         self._handles: list[Any] = []
         self._names: dict[str, dict[str, str]] = {}
         self._accumulators: dict[str, dict[str, torch.autograd.graph.Node]] = {}
-        self._random: dict[str, Tensor] = {}
+        self._random: dict[str, Draws] = {}
         self._buffers: dict[str, list[tuple[Slot, Tensor, Tensor]]] = {}
         self._versions: dict[str, list[int]] = {}
         self._dropped: set[str] = set()
@@ -312,10 +313,8 @@ class Tape:
 
     def _moment(self, layer: Layer) -> Moment:
         """What a module's call depended on, as far as the call changed it."""
-        random = self._random.pop(layer.path, None)
-        random = None if random is not None and torch.equal(random, torch.get_rng_state()) else random
         changed = _changed(layer.module, self._buffers.pop(layer.path, []))
-        return Moment.of(layer.module, random, changed)
+        return Moment.of(layer.module, self._random.pop(layer.path, None), changed)
 
     def _ready(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a tapped layer runs: find the nodes that add to the `.grad` of its trained parameters.
@@ -327,7 +326,7 @@ class Tape:
         if layer.rule is None:
             self._versions[layer.path] = _versions(args, kwargs)
         if layer.rule is None and module.training:
-            self._random[layer.path] = torch.get_rng_state()
+            self._random[layer.path] = draws(module)
             self._buffers[layer.path] = [
                 (slot, b, b.clone()) for slot, b in buffers(module).items() if b is not None
             ]

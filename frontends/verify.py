@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attrax.core import Examples, GradTree, Leaf, aggregate, stored, take
 from attrax.core.leaves import dtype_of
+from attrax.frontends.randomness import draws, undrawn
 from attrax.frontends.rows import for_loss, pick
 
 if TYPE_CHECKING:
@@ -140,9 +141,9 @@ def autograd_gradients(
     named = {n: p for n, p in source.model.named_parameters() if n in wanted}
 
     with _borrowed(source.model, set(source.wanted)), torch.compiler.set_stance("force_eager"):
-        before = _random_state(source.model)
+        before = draws(source.model)
         loss = source.loss(source.model, for_loss(batch, source.loss)).sum()
-        if any(not torch.equal(a, b) for a, b in zip(before, _random_state(source.model), strict=True)):
+        if before.went_on:
             raise ValueError(
                 "live: the loss draws random numbers, so an example has no gradient of its own. Call model.eval(), put "
                 "the draws into the batch, or pass verify=False to take one draw as it comes."
@@ -166,8 +167,7 @@ def autograd_gradients(
 def _borrowed(model: nn.Module, wanted: set[str]) -> Iterator[None]:
     """Captured parameters that require gradients, and no `.grad`, inside the context; all as it was after it."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+    with undrawn(model), torch.inference_mode(False), torch.enable_grad():
         try:
             for name, p in model.named_parameters():
                 p.requires_grad_(p.requires_grad or name in wanted)
@@ -177,11 +177,6 @@ def _borrowed(model: nn.Module, wanted: set[str]) -> Iterator[None]:
             for p, trainable, grad in before:
                 p.requires_grad_(trainable)
                 p.grad = grad
-
-
-def _random_state(model: nn.Module) -> list[Tensor]:
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
 
 
 def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,7 +191,9 @@ def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def mismatches(
-    found: Mapping[str, tuple[Tensor, Tensor]], dtype: torch.dtype, at_least: float = 0.0
+    found: Mapping[str, tuple[Tensor, Tensor] | tuple[float, float]],
+    dtype: torch.dtype,
+    at_least: float = 0.0,
 ) -> dict[str, str]:
     """Parameters whose distance is more than rounding in `dtype`, or to a relative precision of `at_least`.
 
