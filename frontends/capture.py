@@ -35,6 +35,7 @@ from attrax.frontends.observed import overflows, stepping_scaler
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
+from attrax.frontends.present import Present
 from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
@@ -83,6 +84,7 @@ class Capture:
         holds: Holds,
     ) -> None:
         self.model, self.transform, self.selection = model, transform, reselect()
+        self._present = Present(model, self.selection.layers)
         self.directions = directions
         self._moves = Moves(model, trajectory, scaler)
         self.sinks = tuple(sinks)
@@ -94,7 +96,7 @@ class Capture:
         self._normalization = Normalization(loss, scaler)
         self._wanted = {c.parameter for c in self.coverage.captured}
         self._known = self.coverage.known
-        self._steps, self._discards = Steps(model, self._wanted), Discards()
+        self._steps, self._discards = Steps(model, self._present), Discards()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun, self._first, self._early = False, True, 0
@@ -153,9 +155,16 @@ class Capture:
             self._sums.leave_out(names)
         warnings.warn(f"{error} Its parameters are left out.", RuntimeWarning, stacklevel=2)
 
+    def _look(self) -> None:
+        """Follow the parameters of the model; new ones are checked again."""
+        if self._steps.look() and self._sums is not None:
+            self._sums = GradientSums(self.model, self._wanted)
+        self._check_selection(self._present.added)
+
     # One backward: start -> deliver (leaf by leaf) -> finish.
 
     def _open(self, run: Pass) -> None:
+        self._look()
         run.notes["mark"] = self._steps.mark()
         run.notes["averaging"] = averaging()
         if self._sums is not None:
@@ -279,6 +288,7 @@ class Capture:
     # One step: its backwards, then the optimizers that use their gradients.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._look()
         rates = self._steps.rates(optimizer)
         if not rates or overflows(optimizer):
             return
@@ -286,7 +296,9 @@ class Capture:
             self._end_step()
         self._check_captured()
         self._check_scale()
-        self._check_selection()
+        self._check_selection(
+            {n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad}
+        )
         self._warn_of_early()
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         waiting = [*self._pending, *self._moves.waiting.blocks]
@@ -362,18 +374,16 @@ class Capture:
             warnings.warn(f"{text} know the learning rate of step 0.", RuntimeWarning, stacklevel=2)
             self._early = 0
 
-    def _check_selection(self) -> None:
+    def _check_selection(self, trained: set[str]) -> None:
         """A parameter that became trainable after the capture began would be missing."""
-        new = {
-            n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad
-        } - self._known
+        new = trained - self._known
         if not new:
             return
         found = {c.parameter for c in self._reselect().coverage.captured} & new
         if found:
             raise RuntimeError(
-                f"capture: parameters became trainable after the capture began, e.g. {sorted(found)[:3]}. Enter a new "
-                "capture after changing requires_grad, or exclude their layers."
+                f"capture: parameters became trainable, or part of the model, after the capture began, e.g. "
+                f"{sorted(found)[:3]}. Enter a new capture after such a change, or exclude their layers."
             )
         self._known |= new
 

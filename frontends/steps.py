@@ -5,13 +5,11 @@ each at most once.  Where no torch optimizer is seen (a loop that moves paramete
 parameters move.
 """
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attrax.frontends.fingerprints import Fingerprints
-from attrax.frontends.sharding import named
+from attrax.frontends.present import Present
 
 
 class Steps:
@@ -22,9 +20,9 @@ class Steps:
         micro: Number of blocks in this step so far.
     """
 
-    def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, present: Present) -> None:
         self.step, self.micro = 0, 0
-        self._captured = {n: p for n, p in named(model).items() if n in set(wanted)}
+        self._present = present
         self._marks = Fingerprints(model)
         self._movers: dict[int, dict[str, float]] = {}
         self._seen = False
@@ -32,7 +30,14 @@ class Steps:
 
     def parameters(self) -> dict[str, Tensor]:
         """The captured parameters that are trained."""
-        return {n: p for n, p in self._captured.items() if p.requires_grad}
+        return {n: p for n, p in self._present.captured.items() if p.requires_grad}
+
+    def look(self) -> bool:
+        """Look the parameters up again; whether some were replaced."""
+        replaced = self._present.look()
+        if replaced:
+            self._marks.forget()
+        return replaced
 
     def rates(self, optimizer: Optimizer) -> dict[str, float]:
         """Learning rate of the captured parameters that an optimizer moves, by name."""
