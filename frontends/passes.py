@@ -128,13 +128,12 @@ class Pass:
 
 
 def open_pass(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, complete: bool) -> Pass:
-    """A pass that starts with this call: examples lie along the first axis of its first tensor."""
+    """A pass that starts with this call; how many rows it has is not known yet."""
     found = flatten(bind(module, args, kwargs))
     tensors = [x for x in found.values() if isinstance(x, Tensor)]
-    batched = [x for x in tensors if x.ndim > 0]
     inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
     derived = any(x.grad_fn is not None for x in tensors)
-    return Pass(batched[0].shape[0] if batched else None, inputs, complete, derived=derived)
+    return Pass(None, inputs, complete, derived=derived)
 
 
 def input_key(x: Tensor) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
+from attrax.frontends.batchaxis import BatchAxis
 from attrax.frontends.coverage import Layer
 from attrax.frontends.forms import cached, rule_form
 from attrax.frontends.fused import fused_heads, in_rows, logit_gradients
@@ -77,6 +78,7 @@ class Tape:
         self._versions: dict[str, list[int]] = {}
         self._dropped: set[str] = set()
         self._placing = Placing(self.model, self.layouts, self.paused, self.parallel)
+        self._axis = BatchAxis(self.model, self.paused)
         self._head = _output_head(self.model)
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -193,6 +195,9 @@ class Tape:
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
+        asks = torch.is_grad_enabled() and not (run.recomputed or self.together or cached(args, kwargs))
+        once_more = partial(_again, module, args, kwargs, 0, False) if asks else None
+        run.rows = self._axis.rows(module, run.inputs, once_more)
         if not run.recomputed and run.rows and not cached(args, kwargs):
             run.again = partial(_again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
@@ -215,6 +220,8 @@ class Tape:
         run.again = None
         if run in self._running or not torch.is_grad_enabled():
             return None
+        if self._own is None and run.calls:
+            self._axis.check(run, output)
         if run.complete:
             for node in fused_heads(output):
                 self._tap_fused(run, node, output["label_mask"])
