@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from attrax.frontends.asking import evaluated
-from attrax.frontends.passes import Pass, flatten
+from attrax.frontends.layout import copied
+from attrax.frontends.passes import Pass, Repeat, flatten
 
 
 class BatchAxis:
@@ -29,15 +30,13 @@ class BatchAxis:
         self._model, self._aside = model, aside
         self._leading: dict[nn.Module, str] = {}
 
-    def rows(
-        self, module: nn.Module, inputs: Mapping[str, Any], again: Callable[[], object] | None
-    ) -> int | None:
+    def rows(self, module: nn.Module, inputs: Mapping[str, Any], repeat: Repeat | None) -> int | None:
         """Number of rows of a call.
 
         Args:
             module: The module that was called.
             inputs: Its inputs by name.
-            again: Runs the call once more; None where that cannot be.
+            repeat: Runs the call once more on changed arguments; None where that cannot be.
 
         Raises:
             RuntimeError: If the inputs have several lengths, and the output none of them.
@@ -48,10 +47,10 @@ class BatchAxis:
         first = next(iter(lengths.values()))
         if self._leading.get(module) in lengths:
             return lengths[self._leading[module]]
-        if first > 1 or set(lengths.values()) == {1} or again is None:
+        if first > 1 or set(lengths.values()) == {1} or repeat is None:
             return first
         with self._aside(), evaluated(self._model):
-            found = _leading(again())
+            found = _leading(repeat(copied))
         name = next((name for name, length in lengths.items() if length == found), None)
         if name is None:
             raise RuntimeError(

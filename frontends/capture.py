@@ -30,7 +30,7 @@ from attrax.frontends.merging import Found, merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
-from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.normalization import Declared, Normalization, accumulated_steps, tap_loss
 from attrax.frontends.observed import overflows, stepping_scaler
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
@@ -111,7 +111,7 @@ class Capture:
             open_pass=self._open,
             close_pass=lambda run, output: tap_loss(output, run.notes),
             unplaced=None if strict else self._leave_out,
-            check=verify and not several_processes(),
+            check=verify and not (several_processes() and is_sharded(model)),
             together=is_sharded(model),
             holds=holds,
         )
@@ -360,7 +360,15 @@ class Capture:
 
     def _check_scale(self) -> None:
         """A loop that scales a loss of its own has to say so."""
-        scaler = stepping_scaler() if self._normalization.assumes_no_scale else None
+        if not self._normalization.outside:
+            return
+        if (steps := accumulated_steps()) > 1:
+            raise RuntimeError(
+                f"capture: accelerate divides the loss by the {steps} steps that it accumulates, and with it every "
+                "captured gradient, but the loss is computed outside of the model and the capture was not told. Pass "
+                "**attrax.trainer_options(accelerator, loss=...) in place of loss=."
+            )
+        scaler = stepping_scaler() if self._normalization.scaler is None else None
         if scaler is not None and scaler.get_scale() != 1:
             raise RuntimeError(
                 f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
@@ -432,7 +440,8 @@ def capture(
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
             ``(inputs, examples) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
-            and divides it (gradient accumulation) passes the function, its scale in c.
+            and divides it (gradient accumulation) passes the function, its scale in c, or what
+            ``trainer_options(accelerator, loss=...)`` makes of a name.
         scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  A
             loop that has one and does not pass it is stopped at its first step.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.  Calls of the model
@@ -442,9 +451,9 @@ def capture(
         strict: Make uncovered trainable parameters an error.
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`.
-            Once, check that rows of layers are examples (two forwards in eval mode without gradient).  Of several
-            processes, whose `.grad` is not their own, only the layers are checked: that none with a `.grad` was missed,
-            and that those that share layers found the same.
+            Once, check that rows of layers are examples and keep apart (five forwards in eval mode without gradient;
+            not of a sharded model).  Of several processes, whose `.grad` is not their own, only the layers are checked:
+            that none with a `.grad` was missed, and that those that share layers found the same.
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small

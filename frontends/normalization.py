@@ -6,6 +6,7 @@ loss, the gradient that arrives at that loss carries gradient accumulation and l
 Elsewhere the loop says which loss it uses, and nothing is guessed.
 """
 
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TypeAlias
 
@@ -82,11 +83,23 @@ def _tapped(loss: Tensor, logits: Any, notes: dict[str, Any]) -> tuple[Tensor, A
     return LossTap.apply(loss, notes, "scale"), logits
 
 
+def accumulated_steps() -> int:
+    """By how many steps ``Accelerator.backward`` divides the loss, if accelerate runs the optimizer that steps now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner: Any = frame.f_locals.get("self")
+        if type(owner).__name__ == "AcceleratedOptimizer":
+            return owner.gradient_state.num_steps
+        frame = frame.f_back
+    return 1
+
+
 class Normalization:
     """Loss weights of the blocks of one training loop.
 
     Attributes:
-        assumes_no_scale: Whether weights were given for a loss outside of the model, which nobody said is scaled.
+        outside: Whether weights were named for a loss outside of the model, so that its factors are not seen.
+        scaler: What scales that loss.
 
     Args:
         declared: How the loop's loss weighs examples; None to rely on the model's own loss.
@@ -100,9 +113,8 @@ class Normalization:
         if declared is not None and not callable(declared) and declared not in NAMES:
             raise ValueError(f"capture: loss: got {declared!r}; expected one of {list(NAMES)} or a function.")
         self._declared: Declared | None = declared
-        self._scaler = scaler
         self._own = OwnLoss(NAMES[declared] if isinstance(declared, str) else ())
-        self.assumes_no_scale = False
+        self.scaler, self.outside = scaler, False
 
     def weights(
         self, notes: dict[str, Any], inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
@@ -126,8 +138,8 @@ class Normalization:
         c, n = declared_weights(declared, notes, inputs, examples, self._own.labels, owners)
         if callable(declared) or "scale" in notes or "log_probs" in notes:
             return c, n
-        self.assumes_no_scale |= self._scaler is None
-        return (c if c is None or self._scaler is None else c * self._scaler.get_scale()), n
+        self.outside = True
+        return (c if c is None or self.scaler is None else c * self.scaler.get_scale()), n
 
 
 def declared_weights(

@@ -196,8 +196,8 @@ class Tape:
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
         asks = torch.is_grad_enabled() and not (run.recomputed or self.together or cached(args, kwargs))
-        once_more = partial(_again, module, args, kwargs, 0, False) if asks else None
-        run.rows = self._axis.rows(module, run.inputs, once_more)
+        run.repeat = partial(_repeat, module, args, kwargs) if asks else None
+        run.rows = self._axis.rows(module, run.inputs, run.repeat)
         if not run.recomputed and run.rows and not cached(args, kwargs):
             run.again = partial(_again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
@@ -217,7 +217,7 @@ class Tape:
         if self.check and run.calls and (run.rows or 0) > 1 and not run.silent:
             self.check = False
             self._placing.check(run)
-        run.again = None
+        run.again = run.repeat = None
         if run in self._running or not torch.is_grad_enabled():
             return None
         if self._own is None and run.calls:
@@ -444,7 +444,13 @@ class Tape:
 def _again(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
 ) -> object:
-    args, kwargs = permuted((args, kwargs), rows) if reorder else copied((args, kwargs))
+    return _repeat(module, args, kwargs, partial(permuted, B=rows) if reorder else copied)
+
+
+def _repeat(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+) -> object:
+    args, kwargs = change((args, kwargs))
     with torch.no_grad():
         return module(*args, **kwargs)
 

@@ -29,9 +29,10 @@ def trainer_options(trainer: object, loss: Declared | None = None) -> Options:
     """Options of `capture` for a trainer: `examples`, `loss`, and `scaler` where it matters.
 
     Args:
-        trainer: A trainer of transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core.
+        trainer: A trainer of transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core, or accelerate's `Accelerator`.
         loss: How a loss that is computed by the caller's own code weighs examples, before the trainer divides it by
-            the steps it accumulates: a Lightning module's, or ``compute_loss_func`` of a Hugging Face trainer.
+            the steps it accumulates: a Lightning module's, ``compute_loss_func`` of a Hugging Face trainer, or what
+            a loop gives to ``accelerator.backward``.
 
     Returns:
         Keyword arguments; none where the model's own loss tells all.
@@ -56,11 +57,16 @@ def trainer_options(trainer: object, loss: Declared | None = None) -> Options:
         return {} if loss is None else {"loss": partial(_divided, loss, partial(_accumulated, trainer))}
     if names & {"lightning.Trainer", "pytorch_lightning.Trainer"}:
         return {} if loss is None else {"loss": partial(_divided, loss, partial(_lightning_divisor, trainer))}
+    if "accelerate.Accelerator" in names:
+        return (
+            {} if loss is None else {"loss": partial(_divided, loss, partial(_accelerator_divisor, trainer))}
+        )
     if "olmo_core.Trainer" in names:
         return {"loss": olmo_loss}
     raise ValueError(
         f"trainer_options: {type(trainer).__module__}.{type(trainer).__name__} is not known; expected a trainer of "
-        "transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core. Pass loss= and examples= to capture yourself."
+        "transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core, or an Accelerator. Pass loss= and examples= "
+        "to capture yourself."
     )
 
 
@@ -78,6 +84,10 @@ def _accumulated(trainer: Any) -> float:
 
 def _lightning_divisor(trainer: Any) -> float:
     return trainer.accumulate_grad_batches / _scale(trainer.scaler)
+
+
+def _accelerator_divisor(accelerator: Any) -> float:
+    return accelerator.gradient_accumulation_steps / _scale(accelerator.scaler)
 
 
 def _divided(
