@@ -40,7 +40,7 @@ from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
 from attrax.frontends.sink import Sink as Files
-from attrax.frontends.steps import Discards, Steps
+from attrax.frontends.steps import Discards, Leftovers, Steps
 from attrax.frontends.sums import GradientSums, several_processes
 from attrax.frontends.tape import Tape
 from attrax.frontends.tensor_parallel import Holds
@@ -97,6 +97,7 @@ class Capture:
         self._wanted = {c.parameter for c in self.coverage.captured}
         self._known = self.coverage.known
         self._steps, self._discards = Steps(model, self._present), Discards()
+        self._leftovers, self._told = Leftovers(), False
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun, self._first, self._early = False, True, 0
@@ -187,6 +188,8 @@ class Capture:
             self._discarded, self._pending = self._discarded + self._pending, []
             self._leave_unused(self._moves.waiting.clear())
             self._first = True
+        if self._first:
+            self._leftovers.look(self._steps.parameters())
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
@@ -292,6 +295,7 @@ class Capture:
         rates = self._steps.rates(optimizer)
         if not rates or overflows(optimizer):
             return
+        self._warn_of_moves()
         if self._steps.moves(optimizer):
             self._end_step()
         self._check_captured()
@@ -300,6 +304,7 @@ class Capture:
             {n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad}
         )
         self._warn_of_early()
+        self._warn_of_leftovers(rates)
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         waiting = [*self._pending, *self._moves.waiting.blocks]
         blocks = tuple(_with_rate(block, rate) for block in waiting)
@@ -381,6 +386,33 @@ class Capture:
             text = f"capture: {self._early} blocks went to the sinks before any optimizer was seen to step: they do not"
             warnings.warn(f"{text} know the learning rate of step 0.", RuntimeWarning, stacklevel=2)
             self._early = 0
+
+    def _warn_of_moves(self) -> None:
+        """The first optimizer is about to step: whether parameters moved before, which has ended steps."""
+        if not self._steps.seen and self._steps.step > 0:
+            warnings.warn(
+                f"capture: parameters moved before any optimizer stepped, counted as {self._steps.step} steps of a "
+                "loop that moves them by hand. If they were a part of this optimizer's step (the ascent of SAM), later "
+                "steps are numbered too high: put such a part inside paused().",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_leftovers(self, moved: Mapping[str, float]) -> None:
+        """Gradients of a step may hold more than its blocks."""
+        kept = self._leftovers.of(moved)
+        if not kept:
+            return
+        self._moves.unexplained()
+        if not self._told:
+            warnings.warn(
+                f"capture: step {self._steps.step} uses gradients that were in .grad before its first backward, "
+                f"e.g. of {kept[:3]}: its blocks do not add up to what moves the parameters, and the clipping of such "
+                "steps is unknown. Zero the gradients after every step.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._told = True
 
     def _check_selection(self, trained: set[str]) -> None:
         """A parameter that became trainable after the capture began would be missing."""
@@ -464,6 +496,10 @@ def capture(
             ``tp_plan``).  "whole": their gradients as on one process; factors are gathered in backward, and the first
             of the processes that share layers hands blocks to the sinks (callbacks run in all of them).  "shards":
             each process hands on what it holds, every entry once; `sum_scores` adds up products of these.
+
+    What cannot be told: whether a loss that the loop computes outside of the model compares examples with each other
+    (a contrastive loss over the batch).  Its rows are the exact share of each example's forward pass in `.grad`, but
+    not gradients of losses of single examples, and weights that `loss` declares mean nothing.  `live` refuses them.
 
     Returns:
         The context manager.

@@ -106,8 +106,8 @@ class Placing:
             raise LayoutError(
                 (),
                 f"capture: {sorted(wrong)[:3]} (layers and outputs of the model) depend on the order of the rows of "
-                "the model's inputs, or on several of them at once: these are not the examples (sequence-first inputs?) "
-                "or examples depend on each other. Give the examples first, or pass verify=False if you know better.",
+                "the model's inputs, or on several at once: these are not the examples (sequence-first inputs?), or "
+                "examples depend on each other. Give the examples first, or pass verify=False if you know better.",
             )
 
     def learn(

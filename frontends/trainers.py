@@ -8,6 +8,7 @@ Trainers are told apart by the names of their classes, so that none of them is i
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from attrax.frontends.capture import capture
 from attrax.frontends.events import BackwardEvent
 from attrax.frontends.normalization import Declared, Weights, declared_weights
 from attrax.frontends.owners import documents, stacked
+from attrax.frontends.sink import Sink as Files
 
 Options = dict[str, Any]
 
@@ -242,6 +244,20 @@ class Opened:
         self._stack.enter_context(capture(model, **{**(known or {}), **self._options}))
         self.running = True
 
+    def warn_of_resumed(self, done: int) -> None:
+        """Training goes on from a checkpoint after some steps; sinks that count from 0 are told of."""
+        files = [x for x in self._options.get("sinks", ()) if isinstance(x, Files)]
+        counts = {x._options.steps_done or 0 for x in files}
+        recorder = self._options.get("trajectory")
+        counts |= set() if recorder is None else {recorder._done}
+        if wrong := counts - {done}:
+            warnings.warn(
+                f"trainer_callback: training begins at step {done} of its checkpoint, and what is stored counts from "
+                f"{min(wrong)}. Pass steps_done={done} to store and record.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def close(self) -> None:
         """Close it, if it is open."""
         self.running = False
@@ -278,6 +294,7 @@ def _transformers(opened: Opened) -> Any:
         """Opens a capture when training begins."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            opened.warn_of_resumed(state.global_step)
             opened.open(kwargs["model"])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
