@@ -52,6 +52,12 @@ def mixed(before: Seen, reordered: Seen, changed: Seen, B: int) -> set[str]:
     }
 
 
+def unsteady(before: Seen, again: Seen) -> set[str]:
+    """What two runs on the same rows do not agree on, by name: the model counts its calls, or draws numbers."""
+    pairs = _together(before, again)
+    return {n for n, _ in before} - {n for n, *_ in pairs} | {n for n, x, y in pairs if not torch.equal(x, y)}
+
+
 def _mixes(
     name: str, x: Tensor, other: Tensor, now: Tensor, layouts: Mapping[str, Layout | None], B: int
 ) -> bool:
@@ -79,11 +85,11 @@ def _norm(x: Tensor) -> float:
     return float(x.nan_to_num(nan=2.0, posinf=1.0, neginf=-1.0).double().norm())
 
 
-def _together(before: Seen, reordered: Seen, changed: Seen) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """The tensors of the names that all runs have as often."""
-    runs: list[dict[str, list[Tensor]]] = [{}, {}, {}]
-    for run, seen in zip(runs, (before, reordered, changed), strict=True):
-        for name, x in seen:
+def _together(*seen: Seen) -> list[tuple[Any, ...]]:
+    """Name and tensors of what all runs have as often."""
+    runs: list[dict[str, list[Tensor]]] = [{} for _ in seen]
+    for run, tensors in zip(runs, seen, strict=True):
+        for name, x in tensors:
             run.setdefault(name, []).append(x.detach())
     return [
         (name, *each)

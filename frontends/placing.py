@@ -25,7 +25,7 @@ from attrax.frontends.layout import (
     moved,
     permuted,
 )
-from attrax.frontends.mixing import mixed, replaced
+from attrax.frontends.mixing import mixed, replaced, unsteady
 from attrax.frontends.passes import Pass, Repeat, flatten, has_axis
 from attrax.frontends.picked import in_order
 from attrax.frontends.recompute import Moment
@@ -101,7 +101,9 @@ class Placing:
         def seen(change: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
             return self.asking._run(lambda _: repeat(change), False)
 
-        wrong = mixed(seen(copied), seen(partial(permuted, B=B)), seen(partial(replaced, B=B)), B)
+        first = seen(copied)
+        wrong = mixed(first, seen(partial(permuted, B=B)), seen(partial(replaced, B=B)), B)
+        wrong = wrong and wrong - unsteady(first, seen(copied))
         if wrong:
             raise LayoutError(
                 (),

@@ -81,6 +81,18 @@ def tokens(rng: Any, T: int, B: int) -> Tensor:
     return torch.randint(9, (T, B), generator=rng)
 
 
+class Counting(nn.Module):
+    """Batch first; its output depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head, self.calls = nn.Embedding(9, 4), nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.tok(x).mean(1)) / self.calls
+
+
 REFUSED = {
     "recurrent": Recurrent,
     "bag": Bag,
@@ -113,3 +125,10 @@ def test_examples_first_are_captured(build, rng):
     with capture(model, loss="sum", sinks=[blocks.append]):
         loss(model, x).backward()
     assert_gradients(block_gradients(blocks[0]), right)
+
+
+def test_outputs_that_differ_from_call_to_call_tell_nothing(rng):
+    model, x, blocks = seeded(Counting), tokens(rng, 4, 3), []
+    with capture(model, loss="sum", sinks=[blocks.append]):
+        model(x).square().sum().backward()
+    assert len(blocks[0].examples) == 4
