@@ -32,15 +32,16 @@ from attrax.frontends.merging import Found, merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
-from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.normalization import Declared, Normalization, accumulated_steps, tap_loss
 from attrax.frontends.observed import overflows, stepping_scaler
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
+from attrax.frontends.present import Present
 from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
 from attrax.frontends.sharding import is_sharded, named
-from attrax.frontends.steps import Discards, Steps
+from attrax.frontends.steps import Discards, Leftovers, Steps
 from attrax.frontends.storage.sink import Sink as Files
 from attrax.frontends.sums import GradientSums
 from attrax.frontends.tape import Tape
@@ -85,6 +86,7 @@ class Capture:
         holds: Holds,
     ) -> None:
         self.model, self.transform, self.selection = model, transform, reselect()
+        self._present = Present(model, self.selection.layers)
         self.directions = directions
         self._moves = Moves(model, trajectory, scaler)
         self.sinks = tuple(sinks)
@@ -97,7 +99,8 @@ class Capture:
         self._normalization = Normalization(loss, scaler)
         self._wanted = {c.parameter for c in self.coverage.captured}
         self._known = self.coverage.known
-        self._steps, self._discards = Steps(model, self._wanted), Discards()
+        self._steps, self._discards = Steps(model, self._present), Discards()
+        self._leftovers, self._told = Leftovers(), False
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun, self._first, self._early = False, True, 0
@@ -158,9 +161,16 @@ class Capture:
             self._sums.leave_out(names)
         warnings.warn(f"{error} Its parameters are left out.", RuntimeWarning, stacklevel=2)
 
+    def _look(self) -> None:
+        """Follow the parameters of the model; new ones are checked again."""
+        if self._steps.look() and self._sums is not None:
+            self._sums = GradientSums(self.model, self._wanted)
+        self._check_selection(self._present.added)
+
     # One backward: start -> deliver (leaf by leaf) -> finish.
 
     def _open(self, run: Pass) -> None:
+        self._look()
         run.notes["mark"] = self._steps.mark()
         run.notes["averaging"] = averaging()
         if self._sums is not None:
@@ -183,6 +193,8 @@ class Capture:
             self._discarded, self._pending = self._discarded + self._pending, []
             self._leave_unused(self._moves.waiting.clear())
             self._first = True
+        if self._first:
+            self._leftovers.look(self._steps.parameters())
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if not run.found:
@@ -264,6 +276,8 @@ class Capture:
             event = self._event(runs, blocks, lambda now, earlier: changes.append((now, earlier)))
             for callback in self.after_backward:
                 callback(event)
+            if self._sums is not None:
+                self._sums.spoiled()
         if len(changes) > 1:
             raise RuntimeError(
                 "capture: two functions of after_backward= have changed the gradients of one backward, each as if it "
@@ -303,15 +317,20 @@ class Capture:
     # One step: its backwards, then the optimizers that use their gradients.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._look()
         rates = self._steps.rates(optimizer)
         if not rates or overflows(optimizer):
             return
+        self._warn_of_moves()
         if self._steps.moves(optimizer):
             self._end_step()
         self._check_captured()
         self._check_scale()
-        self._check_selection()
+        self._check_selection(
+            {n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad}
+        )
         self._warn_of_early()
+        self._warn_of_leftovers(rates)
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         waiting = [*self._pending, *self._moves.waiting.blocks]
         blocks = tuple(_with_rate(block, rate) for block in waiting)
@@ -372,7 +391,15 @@ class Capture:
 
     def _check_scale(self) -> None:
         """A loop that scales a loss of its own has to say so."""
-        scaler = stepping_scaler() if self._normalization.assumes_no_scale else None
+        if not self._normalization.outside:
+            return
+        if (steps := accumulated_steps()) > 1:
+            raise RuntimeError(
+                f"capture: accelerate divides the loss by the {steps} steps that it accumulates, and with it every "
+                "captured gradient, but the loss is computed outside of the model and the capture was not told. Pass "
+                "**attrax.trainer_options(accelerator, loss=...) in place of loss=."
+            )
+        scaler = stepping_scaler() if self._normalization.scaler is None else None
         if scaler is not None and scaler.get_scale() != 1:
             raise RuntimeError(
                 f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
@@ -386,18 +413,43 @@ class Capture:
             warnings.warn(f"{text} know the learning rate of step 0.", RuntimeWarning, stacklevel=2)
             self._early = 0
 
-    def _check_selection(self) -> None:
+    def _warn_of_moves(self) -> None:
+        """The first optimizer is about to step: whether parameters moved before, which has ended steps."""
+        if not self._steps.seen and self._steps.step > 0:
+            warnings.warn(
+                f"capture: parameters moved before any optimizer stepped, counted as {self._steps.step} steps of a "
+                "loop that moves them by hand. If they were a part of this optimizer's step (the ascent of SAM), later "
+                "steps are numbered too high: put such a part inside paused().",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_leftovers(self, moved: Mapping[str, float]) -> None:
+        """Gradients of a step may hold more than its blocks."""
+        kept = self._leftovers.of(moved)
+        if not kept:
+            return
+        self._moves.unexplained()
+        if not self._told:
+            warnings.warn(
+                f"capture: step {self._steps.step} uses gradients that were in .grad before its first backward, "
+                f"e.g. of {kept[:3]}: its blocks do not add up to what moves the parameters, and the clipping of such "
+                "steps is unknown. Zero the gradients after every step.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._told = True
+
+    def _check_selection(self, trained: set[str]) -> None:
         """A parameter that became trainable after the capture began would be missing."""
-        new = {
-            n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad
-        } - self._known
+        new = trained - self._known
         if not new:
             return
         found = {c.parameter for c in self._reselect().coverage.captured} & new
         if found:
             raise RuntimeError(
-                f"capture: parameters became trainable after the capture began, e.g. {sorted(found)[:3]}. Enter a new "
-                "capture after changing requires_grad, or exclude their layers."
+                f"capture: parameters became trainable, or part of the model, after the capture began, e.g. "
+                f"{sorted(found)[:3]}. Enter a new capture after such a change, or exclude their layers."
             )
         self._known |= new
 
@@ -446,7 +498,8 @@ def capture(
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
             ``(inputs, examples) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A loop that computes its loss outside of the model
-            and divides it (gradient accumulation) passes the function, its scale in c.
+            and divides it (gradient accumulation) passes the function, its scale in c, or what
+            ``trainer_options(accelerator, loss=...)`` makes of a name.
         scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  A
             loop that has one and does not pass it is stopped at its first step.
         ids: ``inputs -> example ids`` from the model's inputs by name; content hashes by default.  Calls of the model
@@ -457,7 +510,8 @@ def capture(
         on_nonfinite: "skip" leaves examples with non-finite gradients out, with a warning; "raise" stops training.
         verify: On the first backward that reaches a parameter, check that captured gradients add up to its `.grad`; of
             sharded parameters, that their mean over processes does, for which all processes enter the capture.  Once,
-            check that rows of layers are examples (two forwards in eval mode without gradient).
+            check that rows of layers are examples and keep apart (five forwards in eval mode without gradient; two of a
+            sharded model).
         directions: Record each example's optimizer direction in place of its gradient; see `Directions`.  Gradients
             wait whole (in the form in which they are captured) until the optimizer steps; then, with the state before
             the step, they are built, turned and transformed, leaf by leaf.  Without a transform that makes them small
@@ -468,6 +522,10 @@ def capture(
             ``tp_plan``).  "whole": their gradients as on one process; factors are gathered in backward, and the first
             of the processes that share layers hands blocks to the sinks (callbacks run in all of them).  "shards":
             each process hands on what it holds, every entry once; `sum_scores` adds up products of these.
+
+    What cannot be told: whether a loss that the loop computes outside of the model compares examples with each other
+    (a contrastive loss over the batch).  Its rows are the exact share of each example's forward pass in `.grad`, but
+    not gradients of losses of single examples, and weights that `loss` declares mean nothing.  `live` refuses them.
 
     Returns:
         The context manager.

@@ -61,6 +61,10 @@ class Moves:
         """A step begins, of whose gradients nothing has been seen."""
         self._norms = {}
 
+    def unexplained(self) -> None:
+        """What the optimizer is about to use are not the gradients of this step's backwards alone."""
+        self._norms = {}
+
     def flush(self, step: int, discarded: list[Block]) -> tuple[list[Block], list[Block]]:
         """A step is over: record it; returns the blocks of directions and those that no optimizer used."""
         if self._recorder is not None:

@@ -2,10 +2,11 @@
 
 A loop back-propagates ``sum_i c_i l_i`` with l_i the sum of example i's loss terms.  Where the model returns its own
 loss, the gradient that arrives at that loss carries gradient accumulation and loss scaling, and labels or
-``num_items_in_batch`` give the counts; that the loss really is the mean over those terms is checked on its value.
+``num_items_in_batch`` give the counts; which mean over those terms the loss is, is told from its value (`ownloss`).
 Elsewhere the loop says which loss it uses, and nothing is guessed.
 """
 
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TypeAlias
 
@@ -13,16 +14,20 @@ import torch
 from torch import Tensor
 
 from attrax.frontends.fused import in_rows
-from attrax.frontends.losses import IGNORE, shifted, token_losses
+from attrax.frontends.losses import IGNORE
 from attrax.frontends.owners import counted
+from attrax.frontends.ownloss import Labels, Over, OwnLoss, targets
 
 Declared: TypeAlias = (
     Literal["sum", "token_mean", "example_mean"]
     | Callable[[Mapping[str, Any], int], tuple[Tensor, Tensor | None]]
 )
-Kind: TypeAlias = Literal["causal", "aligned"]
 Weights: TypeAlias = tuple[Tensor | None, Tensor | None]
-NAMES = ("sum", "token_mean", "example_mean")
+NAMES: dict[str, tuple[Over, ...]] = {
+    "sum": ("sum",),
+    "token_mean": ("tokens",),
+    "example_mean": ("rows", "sums"),
+}
 
 
 class LossTap(torch.autograd.Function):
@@ -78,11 +83,23 @@ def _tapped(loss: Tensor, logits: Any, notes: dict[str, Any]) -> tuple[Tensor, A
     return LossTap.apply(loss, notes, "scale"), logits
 
 
+def accumulated_steps() -> int:
+    """By how many steps ``Accelerator.backward`` divides the loss, if accelerate runs the optimizer that steps now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner: Any = frame.f_locals.get("self")
+        if type(owner).__name__ == "AcceleratedOptimizer":
+            return owner.gradient_state.num_steps
+        frame = frame.f_back
+    return 1
+
+
 class Normalization:
     """Loss weights of the blocks of one training loop.
 
     Attributes:
-        assumes_no_scale: Whether weights were given for a loss outside of the model, which nobody said is scaled.
+        outside: Whether weights were named for a loss outside of the model, so that its factors are not seen.
+        scaler: What scales that loss.
 
     Args:
         declared: How the loop's loss weighs examples; None to rely on the model's own loss.
@@ -96,10 +113,8 @@ class Normalization:
         if declared is not None and not callable(declared) and declared not in NAMES:
             raise ValueError(f"capture: loss: got {declared!r}; expected one of {list(NAMES)} or a function.")
         self._declared: Declared | None = declared
-        self._scaler = scaler
-        self._kind: Kind | None = None
-        self._detected = False
-        self.assumes_no_scale = False
+        self._own = OwnLoss(NAMES[declared] if isinstance(declared, str) else ())
+        self.scaler, self.outside = scaler, False
 
     def weights(
         self, notes: dict[str, Any], inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
@@ -112,70 +127,19 @@ class Normalization:
             examples: Number of examples B.
             owners: The example of every row or position, where a row is not one example.
         """
-        if not self._detected and "logits" in notes:
-            self._kind, self._detected = detect(notes, inputs), True
+        own, declared = "scale" in notes and "outside" not in notes, self._declared
+        if own or not (declared is None or callable(declared)):
+            self._own.look(notes, inputs)
         notes.pop("logits", None)
-        if self._declared in ("sum", "example_mean") and self._kind is not None and "scale" in notes:
-            self._refuse_mean(inputs["labels"])
-        if self._declared is not None:
-            c, n = declared_weights(self._declared, notes, inputs, examples, self._kind or "causal", owners)
-            seen = "scale" in notes or "log_probs" in notes
-            outside = self._scaler is not None and not seen and not callable(self._declared)
-            self.assumes_no_scale |= self._scaler is None and not seen and not callable(self._declared)
-            return (c * self._scaler.get_scale(), n) if outside and c is not None and self._scaler else (c, n)
-        if "scale" not in notes or self._kind is None or "outside" in notes:
+        if own and self._own.kinds and not callable(declared):
+            return self._own.weights(notes["scale"], inputs, owners)
+        if declared is None:
             return None, None
-        return own_weights(notes["scale"], inputs, self._kind, owners)
-
-    def _refuse_mean(self, labels: Tensor) -> None:
-        if self._declared == "sum" or labels.ndim == 2:
-            raise ValueError(
-                f"capture: loss={self._declared!r} was declared, but the loss that the model returned is the mean over "
-                "its loss terms. Leave loss= out: weights are then read off the model's own loss."
-            )
-
-
-def detect(notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> Kind | None:
-    """Which labels the model's own loss averages over, judged by its value; None if it is no plain mean.
-
-    "causal": next-token labels, "aligned": one label per position or per example.
-    """
-    labels, logits, loss = inputs.get("labels"), notes.get("logits"), notes.get("loss")
-    if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or loss is None:
-        return None
-    if labels.dtype.is_floating_point or labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1:
-        return None
-    kinds: tuple[Kind, ...] = ("causal", "aligned") if labels.ndim == 2 else ("aligned",)
-    allowed = 1e-2 if torch.finfo(loss.dtype).bits == 16 else 1e-4
-    for kind in kinds:
-        targets = _targets(labels, kind)
-        if targets.ndim == 1:
-            total = token_losses(logits.unsqueeze(1), targets.unsqueeze(1)).sum()
-        else:
-            total = token_losses(logits, targets).sum()
-        mean = total.double() / _denominator(inputs, (targets != IGNORE).sum()).to(total.device)
-        if torch.isclose(mean, loss.double(), rtol=allowed, atol=0.0):
-            return kind
-    return None
-
-
-def _targets(labels: Tensor, kind: Kind) -> Tensor:
-    return shifted(labels) if kind == "causal" and labels.ndim == 2 else labels
-
-
-def _denominator(inputs: Mapping[str, Any], own: Tensor) -> Tensor:
-    given = inputs.get("num_items_in_batch")
-    count = own if given is None else torch.as_tensor(given)
-    return count.double().cpu().clamp_min(1)
-
-
-def own_weights(
-    scale: Tensor, inputs: Mapping[str, Any], kind: Kind, owners: Tensor | None = None
-) -> Weights:
-    """Weights and counts of a model's own mean loss: ``c_i = arriving gradient / number of loss terms``."""
-    tokens = counted(_targets(inputs["labels"], kind) != IGNORE, owners)
-    c = scale.double().cpu() / _denominator(inputs, tokens.sum())
-    return c.expand(len(tokens)).clone(), tokens
+        c, n = declared_weights(declared, notes, inputs, examples, self._own.labels, owners)
+        if callable(declared) or "scale" in notes or "log_probs" in notes:
+            return c, n
+        self.outside = True
+        return (c if c is None or self.scaler is None else c * self.scaler.get_scale()), n
 
 
 def declared_weights(
@@ -183,13 +147,14 @@ def declared_weights(
     notes: Mapping[str, Any],
     inputs: Mapping[str, Any],
     examples: int,
-    kind: Kind,
+    kind: Labels,
     owners: Tensor | None = None,
 ) -> Weights:
     """Weights c and counts n for a declared loss.
 
     Raises:
-        ValueError: If a token mean is declared but no labels were seen, or a function returns other than B weights.
+        ValueError: If a token mean is declared but no labels were seen, if a mean over examples is and theirs may be
+            sums or means, or a function returns other than B weights.
     """
     if callable(declared):
         c, n = declared(inputs, examples)
@@ -206,17 +171,28 @@ def declared_weights(
     labels = inputs.get("labels")
     tokens: Tensor | None = None
     if isinstance(labels, Tensor) and labels.ndim in (1, 2) and not labels.is_floating_point():
-        tokens = counted(_targets(labels, kind) != IGNORE, owners)
+        tokens = counted(targets(labels, kind) != IGNORE, owners)
     if declared == "sum":
         return ones, tokens
     if declared == "example_mean":
+        if tokens is not None and bool((tokens > 1).any()):
+            raise ValueError(
+                "capture: loss='example_mean' was declared, and examples have up to "
+                f"{int(tokens.max())} loss terms: it may be a mean of their sums or of their means. Pass loss= a "
+                "function (inputs, examples) -> (c, n): c = 1 / examples for sums, 1 / (examples n) for means."
+            )
         return ones / max(1, examples), tokens
     if tokens is None:
         raise ValueError(
             "capture: loss='token_mean' needs the labels, but the model was not called with labels=. "
             "Pass loss= a function (inputs, examples) -> (c, n)."
         )
-    return ones / _denominator(inputs, tokens.sum()), tokens
+    return ones / _denominator(inputs, tokens), tokens
+
+
+def _denominator(inputs: Mapping[str, Any], tokens: Tensor) -> float:
+    given = inputs.get("num_items_in_batch")
+    return max(1.0, float(tokens.sum() if given is None else given))
 
 
 def _fused_weights(g: Tensor, mask: Tensor, owners: Tensor | None) -> Weights:

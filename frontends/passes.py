@@ -6,7 +6,7 @@ exception) leaves nothing behind.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from attrax.core import Leaf
 from attrax.frontends.assemble import Piece, components
 from attrax.frontends.layout import Packing
 from attrax.frontends.sharding import unwrapped
+
+Repeat: TypeAlias = Callable[[Callable[[Any], Any]], object]
 
 
 @dataclass(eq=False)
@@ -66,6 +68,7 @@ class Pass:
         packed: Where the examples lie, if a row is not one example.
         owners: The example of every row or position, if a row is not one example and the front-end was told.
         again: Runs the model once more on the inputs of the pass, as they are or with their rows reordered.
+        repeat: Runs the outermost call once more on arguments that a function has changed; None where it cannot be.
         inputs: Inputs of the outermost call by name, tensors detached.
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
         recomputed: Whether it was opened inside a backward, by activation checkpointing.
@@ -83,6 +86,7 @@ class Pass:
     packed: Packing | None = None
     owners: Tensor | None = None
     again: Callable[[bool], object] | None = None
+    repeat: Repeat | None = None
     recomputed: bool = False
     derived: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -128,13 +132,12 @@ class Pass:
 
 
 def open_pass(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, complete: bool) -> Pass:
-    """A pass that starts with this call: examples lie along the first axis of its first tensor."""
+    """A pass that starts with this call; how many rows it has is not known yet."""
     found = flatten(bind(module, args, kwargs))
     tensors = [x for x in found.values() if isinstance(x, Tensor)]
-    batched = [x for x in tensors if x.ndim > 0]
     inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
     derived = any(x.grad_fn is not None for x in tensors)
-    return Pass(batched[0].shape[0] if batched else None, inputs, complete, derived=derived)
+    return Pass(None, inputs, complete, derived=derived)
 
 
 def input_key(x: Tensor) -> tuple[object, ...]:

@@ -5,6 +5,7 @@ Shapes tell for most layers; where they leave a doubt, the model is asked.
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +14,19 @@ from attrax.frontends.asking import Asking, numbered
 from attrax.frontends.coverage import Layer
 from attrax.frontends.distributed import least
 from attrax.frontends.forms import Form, packs, recompute_form, recompute_tensors, rule_form, rule_inputs
-from attrax.frontends.layout import EXAMPLES, FLAT, POSITIONS, SHARED, Layout, is_plain, moved
-from attrax.frontends.passes import Pass, flatten, has_axis
+from attrax.frontends.layout import (
+    EXAMPLES,
+    FLAT,
+    POSITIONS,
+    SHARED,
+    Layout,
+    copied,
+    is_plain,
+    moved,
+    permuted,
+)
+from attrax.frontends.mixing import mixed, replaced, unsteady
+from attrax.frontends.passes import Pass, Repeat, flatten, has_axis
 from attrax.frontends.picked import in_order
 from attrax.frontends.recompute import Moment
 from attrax.frontends.tensor_parallel import TensorParallel
@@ -68,8 +80,10 @@ class Placing:
     def check(self, run: Pass) -> None:
         """Ask the model, if it was not asked yet, whether layers with an axis as long as the batch have examples there.
 
+        A pass that can be repeated is asked as well whether its rows keep apart.
+
         Raises:
-            LayoutError: If rows do not move with the examples.
+            LayoutError: If rows do not move with the examples, or depend on each other.
         """
         self.asking.ask(run)
         wrong = sorted(self._plain.keys() & self.asking.lost)
@@ -79,6 +93,23 @@ class Placing:
                 f"capture: the rows of layers {wrong[:3]} do not move with the rows of the model's inputs: these are "
                 "not the examples (sequence-first inputs?), or examples depend on each other. Give the examples "
                 "first, exclude these layers, or pass verify=False if you know better." + self.asking.doubt,
+            )
+        if run.repeat is not None and run.rows is not None:
+            self._refuse_mixed(run.repeat, run.rows)
+
+    def _refuse_mixed(self, repeat: Repeat, B: int) -> None:
+        def seen(change: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
+            return self.asking._run(lambda _: repeat(change), False)
+
+        first = seen(copied)
+        wrong = mixed(first, seen(partial(permuted, B=B)), seen(partial(replaced, B=B)), B)
+        wrong = wrong and wrong - unsteady(first, seen(copied))
+        if wrong:
+            raise LayoutError(
+                (),
+                f"capture: {sorted(wrong)[:3]} (layers and outputs of the model) depend on the order of the rows of "
+                "the model's inputs, or on several at once: these are not the examples (sequence-first inputs?), or "
+                "examples depend on each other. Give the examples first, or pass verify=False if you know better.",
             )
 
     def learn(

@@ -55,8 +55,13 @@ def canonical(name: str) -> str:
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by canonical name, as optimizers have them: FSDP2 may leave gathered ones in the modules."""
-    gathered = {id(p._unsharded_param): p.sharded_param for p in _gathered(model)}
-    return {canonical(name): gathered.get(id(p), p) for name, p in model.named_parameters()}
+    cut = cut_of(model)
+    return {canonical(name): cut.get(id(p), p) for name, p in model.named_parameters()}
+
+
+def cut_of(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The parameters that optimizers have, by the `id` of those that FSDP2 has gathered for them."""
+    return {id(p._unsharded_param): p.sharded_param for p in _gathered(model)}
 
 
 def flat_units(model: nn.Module) -> list[Any]:

@@ -7,11 +7,13 @@ parameters move.
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from attrax.frontends.fingerprints import Fingerprints
-from attrax.frontends.sharding import named
+from attrax.frontends.present import Present
 
 
 class Steps:
@@ -22,9 +24,9 @@ class Steps:
         micro: Number of blocks in this step so far.
     """
 
-    def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, present: Present) -> None:
         self.step, self.micro = 0, 0
-        self._captured = {n: p for n, p in named(model).items() if n in set(wanted)}
+        self._present = present
         self._marks = Fingerprints(model)
         self._movers: dict[int, dict[str, float]] = {}
         self._seen = False
@@ -32,7 +34,14 @@ class Steps:
 
     def parameters(self) -> dict[str, Tensor]:
         """The captured parameters that are trained."""
-        return {n: p for n, p in self._captured.items() if p.requires_grad}
+        return {n: p for n, p in self._present.captured.items() if p.requires_grad}
+
+    def look(self) -> bool:
+        """Look the parameters up again; whether some were replaced."""
+        replaced = self._present.look()
+        if replaced:
+            self._marks.forget()
+        return replaced
 
     def rates(self, optimizer: Optimizer) -> dict[str, float]:
         """Learning rate of the captured parameters that an optimizer moves, by name."""
@@ -106,7 +115,37 @@ class Discards:
         if not self._state or _state(parameters) == self._state:
             return False
         grads = [p.grad for n, p in parameters.items() if n in self._state and p.grad is not None]
-        return not any(bool(g.coalesce().values().any() if g.is_sparse else g.any()) for g in grads)
+        return not any(bool(_any(g)) for g in grads)
+
+
+class Leftovers:
+    """Notices gradients of earlier steps that a step uses once more (momentum by hand)."""
+
+    def __init__(self) -> None:
+        self._there: dict[str, Tensor] = {}
+
+    def look(self, parameters: dict[str, Tensor]) -> None:
+        """The first backward of a step begins: note which parameters have a gradient already."""
+        grads = {n: p.grad for n, p in parameters.items()}
+        self._there = {n: _any(g) for n, g in grads.items() if g is not None}
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        """Which of some parameters had one."""
+        there = {n: self._there[n] for n in names if n in self._there}
+        return [n for n, flag in zip(there, _read(list(there.values())), strict=True) if flag]
+
+
+def _any(g: Tensor) -> Tensor:
+    """Whether this process holds an entry of a gradient that is not zero."""
+    g = g.to_local() if isinstance(g, DTensor) else g
+    return g.coalesce().values().any() if g.is_sparse else g.any()
+
+
+def _read(flags: list[Tensor]) -> list[bool]:
+    """Flags, read at once if they lie on one device."""
+    if len({flag.device for flag in flags}) > 1:
+        return [bool(flag) for flag in flags]
+    return torch.stack(flags).tolist() if flags else []
 
 
 def _state(parameters: dict[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -80,6 +80,11 @@ class GradientSums:
         if self._unreduced is None:
             self._sums, self._dtypes, self._own = {}, set(), {}
 
+    def spoiled(self) -> None:
+        """Gradients that processes have yet to average were changed by others: do not compare them."""
+        if self._unreduced is not None:
+            self._unreduced = set()
+
     def leave_out(self, parameters: Iterable[str]) -> None:
         """Do not wait for some parameters."""
         for name in parameters:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
+from attrax.frontends.batchaxis import BatchAxis
 from attrax.frontends.coverage import Layer
 from attrax.frontends.forms import cached, rule_form
 from attrax.frontends.fused import fused_heads, in_rows, logit_gradients
@@ -79,6 +80,7 @@ class Tape:
         self._versions: dict[str, list[int]] = {}
         self._dropped: set[str] = set()
         self._placing = Placing(self.model, self.layouts, self.paused, self.parallel)
+        self._axis = BatchAxis(self.model, self.paused)
         self._head = _output_head(self.model)
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -196,6 +198,9 @@ class Tape:
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = _in_backward()
+        asks = torch.is_grad_enabled() and not (run.recomputed or self.together or cached(args, kwargs))
+        run.repeat = partial(_repeat, module, args, kwargs) if asks else None
+        run.rows = self._axis.rows(module, run.inputs, run.repeat)
         if not run.recomputed and run.rows and not cached(args, kwargs):
             run.again = partial(_again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
@@ -215,9 +220,11 @@ class Tape:
         if self.check and run.calls and (run.rows or 0) > 1 and not run.silent:
             self.check = False
             self._placing.check(run)
-        run.again = None
+        run.again = run.repeat = None
         if run in self._running or not torch.is_grad_enabled():
             return None
+        if self._own is None and run.calls:
+            self._axis.check(run, output)
         if run.complete:
             for node in fused_heads(output):
                 self._tap_fused(run, node, output["label_mask"])
@@ -438,7 +445,13 @@ class Tape:
 def _again(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
 ) -> object:
-    args, kwargs = permuted((args, kwargs), rows) if reorder else copied((args, kwargs))
+    return _repeat(module, args, kwargs, partial(permuted, B=rows) if reorder else copied)
+
+
+def _repeat(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+) -> object:
+    args, kwargs = change((args, kwargs))
     with torch.no_grad():
         return module(*args, **kwargs)
 

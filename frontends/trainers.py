@@ -8,6 +8,7 @@ Trainers are told apart by the names of their classes, so that none of them is i
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from attrax.frontends.capture import capture
 from attrax.frontends.events import BackwardEvent
 from attrax.frontends.normalization import Declared, Weights, declared_weights
 from attrax.frontends.owners import documents, stacked
+from attrax.frontends.storage.sink import Sink as Files
 
 Options = dict[str, Any]
 
@@ -29,9 +31,10 @@ def trainer_options(trainer: object, loss: Declared | None = None) -> Options:
     """Options of `capture` for a trainer: `examples`, `loss`, and `scaler` where it matters.
 
     Args:
-        trainer: A trainer of transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core.
+        trainer: A trainer of transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core, or accelerate's `Accelerator`.
         loss: How a loss that is computed by the caller's own code weighs examples, before the trainer divides it by
-            the steps it accumulates: a Lightning module's, or ``compute_loss_func`` of a Hugging Face trainer.
+            the steps it accumulates: a Lightning module's, ``compute_loss_func`` of a Hugging Face trainer, or what
+            a loop gives to ``accelerator.backward``.
 
     Returns:
         Keyword arguments; none where the model's own loss tells all.
@@ -56,11 +59,16 @@ def trainer_options(trainer: object, loss: Declared | None = None) -> Options:
         return {} if loss is None else {"loss": partial(_divided, loss, partial(_accumulated, trainer))}
     if names & {"lightning.Trainer", "pytorch_lightning.Trainer"}:
         return {} if loss is None else {"loss": partial(_divided, loss, partial(_lightning_divisor, trainer))}
+    if "accelerate.Accelerator" in names:
+        return (
+            {} if loss is None else {"loss": partial(_divided, loss, partial(_accelerator_divisor, trainer))}
+        )
     if "olmo_core.Trainer" in names:
         return {"loss": olmo_loss}
     raise ValueError(
         f"trainer_options: {type(trainer).__module__}.{type(trainer).__name__} is not known; expected a trainer of "
-        "transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core. Pass loss= and examples= to capture yourself."
+        "transformers, TRL (SFT, DPO, GRPO), Lightning or OLMo-core, or an Accelerator. Pass loss= and examples= "
+        "to capture yourself."
     )
 
 
@@ -78,6 +86,10 @@ def _accumulated(trainer: Any) -> float:
 
 def _lightning_divisor(trainer: Any) -> float:
     return trainer.accumulate_grad_batches / _scale(trainer.scaler)
+
+
+def _accelerator_divisor(accelerator: Any) -> float:
+    return accelerator.gradient_accumulation_steps / _scale(accelerator.scaler)
 
 
 def _divided(
@@ -232,6 +244,20 @@ class Opened:
         self._stack.enter_context(capture(model, **{**(known or {}), **self._options}))
         self.running = True
 
+    def warn_of_resumed(self, done: int) -> None:
+        """Training goes on from a checkpoint after some steps; sinks that count from 0 are told of."""
+        files = [x for x in self._options.get("sinks", ()) if isinstance(x, Files)]
+        counts = {x._options.steps_done or 0 for x in files}
+        recorder = self._options.get("trajectory")
+        counts |= set() if recorder is None else {recorder._done}
+        if wrong := counts - {done}:
+            warnings.warn(
+                f"trainer_callback: training begins at step {done} of its checkpoint, and what is stored counts from "
+                f"{min(wrong)}. Pass steps_done={done} to store and record.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def close(self) -> None:
         """Close it, if it is open."""
         self.running = False
@@ -268,6 +294,7 @@ def _transformers(opened: Opened) -> Any:
         """Opens a capture when training begins."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            opened.warn_of_resumed(state.global_step)
             opened.open(kwargs["model"])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """A loop with accelerate inside a capture."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from attrax.frontends import open_store
+from attrax.core import Block, Blocks, targeted
+from attrax.frontends import capture, classification, open_store, trainer_options
 
 from .llms import in_float64  # noqa: F401
-from .loops import known
+from .loops import known, mean_ce
+from .models import MLP, classes, seeded
+from .oracle import assert_gradients, captured, one_by_one
 from .trainers import Check, label_losses, llama, texts, tokenizer, trained_alike
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
@@ -66,6 +70,41 @@ def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
     for block in check.blocks:
         c, n = known(block)
         assert c.tolist() == pytest.approx([1 / (accumulate * int(n.sum()))] * 4)
+
+
+def outside(accumulate: int, blocks: list[Block], batches: list[Any], declare: Callable[[Any], Any]) -> Any:
+    """A loop that computes its loss outside of the model; returns the model as it was."""
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=accumulate), seeded(MLP)
+    start = copy.deepcopy(model)
+    made, moving = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+    with capture(made, sinks=[blocks.append], **declare(accelerator)):
+        for batch in batches:
+            with accelerator.accumulate(made):
+                accelerator.backward(mean_ce(made, batch))
+                moving.step()
+                moving.zero_grad()
+    return start
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_outside_of_the_model(accumulate, rng):
+    """Gradients of the target "sum" are those of each example alone, whatever accelerate divides by."""
+    batches, blocks = [classes(rng, rows) for rows in (4, 3, 4)], []
+    model = outside(
+        accumulate, blocks, batches, lambda accelerator: trainer_options(accelerator, loss="example_mean")
+    )
+    for block, batch in zip(blocks, batches, strict=True):
+        right = one_by_one(model, batch, classification())
+        assert_gradients(captured(targeted(Blocks([block]), "sum")), right)
+
+
+def test_a_loss_outside_of_the_model_that_is_divided_unseen(rng):
+    blocks: list[Block] = []
+    with pytest.raises(
+        RuntimeError, match=r"accelerate divides the loss by the 2 steps.*trainer_options\(acc"
+    ):
+        outside(2, blocks, [classes(rng), classes(rng)], lambda _: {"loss": "example_mean"})
+    outside(1, blocks, [classes(rng)], lambda _: {"loss": "example_mean"})
 
 
 def test_two_processes(tmp_path):

@@ -18,7 +18,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
-from attrax.frontends import capture, live, select
+from attrax.frontends import capture, live, select, trainer_options
 from attrax.frontends.capture import Capture
 from attrax.frontends.selection import Decision
 
@@ -144,12 +144,15 @@ def train(
     return weights(model), decisions
 
 
-def selecting(model: nn.Module, case: Case, now: list[int], decisions: list[Decision]) -> Capture:
+def selecting(
+    model: nn.Module, case: Case, now: list[int], decisions: list[Decision], accelerator: Any = None
+) -> Capture:
     """A capture that keeps what a case keeps of the rows of now."""
     target, loss = target_of(case)
     options: dict[str, Any] = {"denominator": case.denominator, "scope": case.scope}
     keep = select(target, uneven, loss=loss, sink=decisions.append, **options)
-    how = None if case.denominator == "tokens" else "example_mean"
+    how: Any = None if case.denominator == "tokens" else "example_mean"
+    how = how if accelerator is None else trainer_options(accelerator, loss=how)["loss"]
     return capture(model, after_backward=[keep], loss=how, ids=lambda _: [str(i) for i in now], strict=True)
 
 
@@ -166,7 +169,7 @@ def accelerated(version: int, rank: int) -> tuple[dict[str, Tensor], list[Decisi
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
     decisions: list[Decision] = []
     now: list[int] = []
-    with selecting(model, case, now, decisions):
+    with selecting(model, case, now, decisions, accelerator):
         for step in range(STEPS):
             for rows in rows_of(case, step):
                 now[:] = rows[rank::RANKS]

@@ -1,7 +1,9 @@
 """Steps and learning rates of every kind of loop, and TracIn from what was recorded against the formula."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from attrax.core import Block, fingerprint
-from attrax.frontends import capture, classification, open_store, probe, store
+from attrax.frontends import capture, classification, open_store, probe, record, store
 from attrax.frontends.capture import StepEvent
 from attrax.methods import tracin
 
@@ -281,6 +283,65 @@ def test_blocks_that_did_not_wait_for_the_first_step_are_told_of(rng):
         with pytest.warns(RuntimeWarning, match="65 blocks went to the sinks before any optimizer"):
             moving.step()
     assert [b.examples.learning_rate for b in blocks] == [None] * 65 + [0.4]
+
+
+def sharpness_aware(model: nn.Module, batches: list[Any], ascent: Any) -> None:
+    """SAM by hand: gradients of the step are those at parameters that an ascent has moved for a moment."""
+    moving = SGD(model.parameters(), lr=0.4)
+    for batch in batches:
+        with ascent():
+            sum_ce(model, batch).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.add_(p.grad, alpha=0.05)
+        moving.zero_grad()
+        sum_ce(model, batch).backward()
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.copy_(value)
+        moving.step()
+        moving.zero_grad()
+
+
+def test_an_ascent_by_hand(rng):
+    """What it is counted as is told; paused, it is no step."""
+    model, batches, blocks = seeded(MLP), [classes(rng) for _ in range(3)], []
+    with (
+        capture(model, sinks=[blocks.append], loss="sum"),
+        pytest.warns(RuntimeWarning, match=r"counted as 1 steps.*SAM.*paused"),
+    ):
+        sharpness_aware(model, batches, nullcontext)
+    assert [(b.examples.step, b.examples.learning_rate) for b in blocks[:2]] == [(0, None), (1, 0.4)]
+    blocks.clear()
+    with capture(model, sinks=[blocks.append], loss="sum") as running:
+        sharpness_aware(model, batches, running.paused)
+    assert [(b.examples.step, b.examples.learning_rate) for b in blocks] == [(k, 0.4) for k in range(3)]
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.0])
+def test_gradients_that_stay_over_a_step(decay, rng):
+    """Momentum by hand: a step moves by more than its blocks, and its clipping is unknown; unless nothing stayed."""
+    model, batches, steps = seeded(MLP), [classes(rng) for _ in range(3)], []
+    moving = SGD(model.parameters(), lr=0.4)
+    with (
+        capture(model, loss="sum", trajectory=record(steps.append)),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        for batch in batches:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(decay)
+            sum_ce(model, batch).backward()
+            moving.step()
+    texts = [str(w.message) for w in told if w.category is RuntimeWarning]
+    if decay:
+        assert len(texts) == 1 and "step 1 uses gradients that were in .grad before" in texts[0]
+        assert [step.clip is None for step in steps] == [False, True, True]
+    else:
+        assert not texts and [step.clip.coefficient for step in steps] == pytest.approx([1.0] * 3)
 
 
 def test_tracin_from_stores_equals_the_formula(rng, tmp_path):

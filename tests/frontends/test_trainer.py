@@ -1,5 +1,6 @@
 """An unmodified Hugging Face Trainer: training as without a capture, and what the capture recorded."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,27 @@ def test_a_callback_whose_store_is_closed_does_not_train_again(tmp_path):
     made.train()
     with pytest.raises(RuntimeError, match="its store was closed when the training before ended"):
         made.train()
+
+
+@pytest.mark.filterwarnings("ignore:store. run 'job'")
+@pytest.mark.parametrize("done", [None, 4])
+def test_a_callback_of_a_training_that_goes_on(done, tmp_path):
+    """What counts from 0 though the trainer does not is told of."""
+    before = trainer(llama(), tmp_path, 1, max_steps=4)
+    before.train()
+    before._save_checkpoint(before.model, None)
+    made = trainer(llama(), tmp_path, 1, max_steps=6)
+    sinks = [store(tmp_path / "kept", run="job", steps_done=done)]
+    made.add_callback(trainer_callback("transformers", sinks=sinks))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    texts = [str(w.message) for w in told if "trainer_callback" in str(w.message)]
+    assert open_store(tmp_path / "kept").steps() == ((0, 1) if done is None else (4, 5))
+    if done is None:
+        assert len(texts) == 1 and "begins at step 4" in texts[0] and "steps_done=4" in texts[0]
+    else:
+        assert not texts
 
 
 class Fails(TrainerCallback):

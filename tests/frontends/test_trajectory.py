@@ -428,6 +428,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     found = open_trajectory(tmp_path)
     assert found.steps == (0, 1, 2, 3, 4)
     assert_adds_up(found)
+    moving.zero_grad()
     chosen: list[int] = []
     with capture(model, trajectory=record([].append, when=lambda k: bool(chosen.append(k)), steps_done=7)):
         mean_ce(model, data[0]).backward()
