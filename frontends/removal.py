@@ -63,25 +63,32 @@ def check_reduction(model: nn.Module) -> None:
     Raises:
         RuntimeError: Saying what to do.
     """
+    if why := no_mean(model):
+        raise RuntimeError(f"select: {why}")
+
+
+def no_mean(model: nn.Module) -> str:
+    """Why the gradients of a sharded model do not become means over processes, and what to do; empty if they do."""
     if len(set(_reductions(model))) > 1:
-        raise RuntimeError(
-            "select: this backward of a sharded model reduced the gradients of some of its parts and not of others. "
+        return (
+            "this backward of a sharded model reduced the gradients of some of its parts and not of others. "
             "Call no_sync() or set_requires_gradient_sync() of the whole model."
         )
     units = gathered_units(model)
     if any(unit._is_hsdp and unit.reduce_grads and not unit.all_reduce_grads for unit in units):
-        raise RuntimeError(
-            "select: this backward of a sharded model (fully_shard) added its gradients up over shards but not over "
+        return (
+            "this backward of a sharded model (fully_shard) added its gradients up over shards but not over "
             "replicas, where nothing can be taken out of them. Use set_requires_gradient_sync(False) in the place of "
             "set_requires_all_reduce(False)."
         )
     hooked = any(unit._comm_hook is not None for unit in flat_units(model))
     if hooked or any(unit.gradient_divide_factor or unit._all_reduce_hook for unit in units):
-        raise RuntimeError(
-            "select: gradients of this sharded model do not become means over processes (set_gradient_divide_factor, "
+        return (
+            "gradients of this sharded model do not become means over processes (set_gradient_divide_factor, "
             "set_all_reduce_hook or register_comm_hook), so that the examples' share in them is unknown. Scale the "
             "loss instead."
         )
+    return ""
 
 
 def _reductions(model: nn.Module) -> list[bool]:

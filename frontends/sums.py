@@ -23,7 +23,7 @@ from attrax.core.leaves import covers, dtype_of
 from attrax.core.transfers import fetched
 from attrax.frontends.distributed import Processes
 from attrax.frontends.events import Averaging
-from attrax.frontends.removal import _slice, is_reduced, summed
+from attrax.frontends.removal import _slice, is_reduced, no_mean, summed
 from attrax.frontends.sharding import Piece, gradients, is_sharded, named, part, pieces
 from attrax.frontends.tensor_parallel import parallel_mesh
 from attrax.frontends.verify import distance, mismatches, raise_on
@@ -139,7 +139,7 @@ class GradientSums:
 
     def _check_shards(self, names: set[str], averaging: Averaging | None) -> None:
         """Compare the mean over processes with this process's shards, where `.grad` is that mean."""
-        if averaging is not None or not self._exchanges:
+        if averaging is not None or not self._exchanges or no_mean(self._model):
             return
         self._unreduced = None if is_reduced(self._model) else names
         if self._unreduced is not None:

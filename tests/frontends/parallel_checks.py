@@ -57,7 +57,14 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-KINDS = {"alone": alone, "ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
+def added_up(model: nn.Module) -> nn.Module:
+    """Gradients are sums over processes, not means."""
+    sharded = fully_shard(model)
+    sharded.set_gradient_divide_factor(1.0)
+    return sharded
+
+
+KINDS = {"alone": alone, "ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, "added up": added_up}
 
 
 def scaled(net: Network) -> None:
@@ -98,7 +105,8 @@ ELSEWHERE = {"scaled elsewhere": ("fsdp1", "fsdp2"), "called elsewhere": ("alone
 def cases(names: Iterable[str]) -> list[tuple[str, str, int]]:
     """Kind of training, name of a model, and backwards a step."""
     several = [(kind, name, n) for kind in KINDS for name in names for n in (1, 2)]
-    return [case for case in several if case[0] in ELSEWHERE.get(case[1], KINDS)]
+    compared = [case for case in several if case[0] in ELSEWHERE.get(case[1], KINDS)]
+    return [case for case in compared if case[0] != "added up" or case[1] == "sound"]
 
 
 def not_yet(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
