@@ -97,3 +97,4 @@ from attrax.core.tree import Block as Block
 from attrax.core.tree import Examples as Examples
 from attrax.core.tree import GradTree as GradTree
 from attrax.core.tree import Target as Target
+from attrax.core.tree import take_block as take_block

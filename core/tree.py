@@ -5,15 +5,16 @@ what is known about them (`Examples`).  Both are pytrees.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attrax.core.leaves import Leaf, Sum, batch_size, covers
-from attrax.core.pytree import register_value
+from attrax.core.pytree import register_value, tree_map
+from attrax.core.transfers import near
 
 Target: TypeAlias = Literal["sum", "mean", "as_trained"]
 
@@ -173,6 +174,26 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
         parts[0].learning_rate,
         tuple(n for n in parts[0].absent if all(n in part.absent for part in parts)),
     )
+
+
+def take_block(block: Block, keep: Bool[Tensor, " B"]) -> Block:
+    """The block of some of its examples.
+
+    Args:
+        block: A block of B examples.
+        keep: Which of them, on the host.
+
+    >>> take_block(Block(GradTree({}), Examples(("a", "b"))), torch.tensor([False, True])).examples.ids
+    ('b',)
+    """
+    examples, rows = block.examples, near(keep.nonzero().flatten())
+    kept = replace(
+        examples,
+        ids=tuple(i for i, k in zip(examples.ids, keep.tolist(), strict=True) if k),
+        weight=None if examples.weight is None else examples.weight[keep],
+        tokens=None if examples.tokens is None else examples.tokens[keep],
+    )
+    return Block(block.grads.map(lambda _, leaf: tree_map(lambda x: x[rows(x.device)], leaf)), kept)
 
 
 def block_rows(block: Block) -> int:

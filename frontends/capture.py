@@ -27,13 +27,14 @@ from attrax.core.leaves import covers
 from attrax.core.transfers import near
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
+from attrax.frontends.doubts import refuse_uncaptured, warn_of_early, warn_of_leftovers, warn_of_moves
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
 from attrax.frontends.merging import Found, merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
-from attrax.frontends.normalization import Declared, Normalization, accumulated_steps, tap_loss
-from attrax.frontends.observed import overflows, stepping_scaler
+from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.observed import overflows
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
 from attrax.frontends.placing import LayoutError
@@ -321,16 +322,14 @@ class Capture:
         rates = self._steps.rates(optimizer)
         if not rates or overflows(optimizer):
             return
-        self._warn_of_moves()
+        if not self._steps.seen and self._steps.step > 0:
+            warn_of_moves(self._steps.step)
         if self._steps.moves(optimizer):
             self._end_step()
-        self._check_captured()
-        self._check_scale()
         self._check_selection(
             {n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad}
         )
-        self._warn_of_early()
-        self._warn_of_leftovers(rates)
+        self._doubts(rates)
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         waiting = [*self._pending, *self._moves.waiting.blocks]
         blocks = tuple(_with_rate(block, rate) for block in waiting)
@@ -378,66 +377,19 @@ class Capture:
             for i in block.examples.ids
         ]
 
-    def _check_captured(self) -> None:
-        """An optimizer is about to use gradients none of which were seen: the hooks do not fire."""
-        if self._begun or not any(p.grad is not None for p in self._steps.parameters().values()):
-            return
-        layers = [x.path for x in self.selection.layers if x.path not in self._tape.seen]
-        raise RuntimeError(
-            f"capture: an optimizer steps on gradients that were not captured. Layers never called: {layers[:5]}. Was "
-            "the model compiled before, is another copy of it trained, does a parent call layer.forward(), or were the "
-            "gradients made by torch.autograd.grad?"
-        )
-
-    def _check_scale(self) -> None:
-        """A loop that scales a loss of its own has to say so."""
-        if not self._normalization.outside:
-            return
-        if (steps := accumulated_steps()) > 1:
-            raise RuntimeError(
-                f"capture: accelerate divides the loss by the {steps} steps that it accumulates, and with it every "
-                "captured gradient, but the loss is computed outside of the model and the capture was not told. Pass "
-                "**attrax.trainer_options(accelerator, loss=...) in place of loss=."
-            )
-        scaler = stepping_scaler() if self._normalization.scaler is None else None
-        if scaler is not None and scaler.get_scale() != 1:
-            raise RuntimeError(
-                f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
-                "gradient, but the loss is computed outside of the model and the capture was not told. Pass scaler=."
-            )
-
-    def _warn_of_early(self) -> None:
-        """The first optimizer is about to step: which blocks have not waited for it."""
+    def _doubts(self, moved: Mapping[str, float]) -> None:
+        """Whether the blocks of a step explain the gradients that an optimizer is about to use."""
+        if not self._begun and any(p.grad is not None for p in self._steps.parameters().values()):
+            refuse_uncaptured([x.path for x in self.selection.layers if x.path not in self._tape.seen])
+        self._normalization.check_scale()
         if self._early:
-            text = f"capture: {self._early} blocks went to the sinks before any optimizer was seen to step: they do not"
-            warnings.warn(f"{text} know the learning rate of step 0.", RuntimeWarning, stacklevel=2)
+            warn_of_early(self._early)
             self._early = 0
-
-    def _warn_of_moves(self) -> None:
-        """The first optimizer is about to step: whether parameters moved before, which has ended steps."""
-        if not self._steps.seen and self._steps.step > 0:
-            warnings.warn(
-                f"capture: parameters moved before any optimizer stepped, counted as {self._steps.step} steps of a "
-                "loop that moves them by hand. If they were a part of this optimizer's step (the ascent of SAM), later "
-                "steps are numbered too high: put such a part inside paused().",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _warn_of_leftovers(self, moved: Mapping[str, float]) -> None:
-        """Gradients of a step may hold more than its blocks."""
-        kept = self._leftovers.of(moved)
-        if not kept:
-            return
-        self._moves.unexplained()
-        if not self._told:
-            warnings.warn(
-                f"capture: step {self._steps.step} uses gradients that were in .grad before its first backward, "
-                f"e.g. of {kept[:3]}: its blocks do not add up to what moves the parameters, and the clipping of such "
-                "steps is unknown. Zero the gradients after every step.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        leftovers = self._leftovers.of(moved)
+        if leftovers:
+            self._moves.unexplained()
+        if leftovers and not self._told:
+            warn_of_leftovers(self._steps.step, leftovers)
             self._told = True
 
     def _check_selection(self, trained: set[str]) -> None:

@@ -1,15 +1,12 @@
 """Examples whose gradients are not finite, and a block without them."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attrax.core import Block, Leaf
+from attrax.core import Block, Leaf, take_block
 from attrax.core.algebra import wide
-from attrax.core.pytree import tree_map
-from attrax.core.transfers import near
 
 
 def nonfinite_examples(leaf: Leaf) -> Tensor:
@@ -48,22 +45,4 @@ def without_nonfinite(block: Block, bad: Mapping[str, Tensor]) -> tuple[Block, l
     text = (
         f"capture: step {examples.step}: non-finite gradients of examples {names[:5]} in layers {where[:3]}"
     )
-    return some(block, keep), names, text
-
-
-def some(block: Block, keep: Tensor) -> Block:
-    """The block of some of its examples, by Boolean mask [B] on the host.
-
-    >>> from attrax.core import Examples, GradTree
-    >>> some(Block(GradTree({}), Examples(("a", "b"))), torch.tensor([False, True])).examples.ids
-    ('b',)
-    """
-    examples = block.examples
-    kept = replace(
-        examples,
-        ids=tuple(i for i, k in zip(examples.ids, keep.tolist(), strict=True) if k),
-        weight=None if examples.weight is None else examples.weight[keep],
-        tokens=None if examples.tokens is None else examples.tokens[keep],
-    )
-    rows = near(keep.nonzero().flatten())
-    return Block(block.grads.map(lambda _, leaf: tree_map(lambda x: x[rows(x.device)], leaf)), kept)
+    return take_block(block, keep), names, text

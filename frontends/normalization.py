@@ -6,7 +6,6 @@ loss, the gradient that arrives at that loss carries gradient accumulation and l
 Elsewhere the loop says which loss it uses, and nothing is guessed.
 """
 
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from attrax.frontends.fused import in_rows
 from attrax.frontends.losses import IGNORE
+from attrax.frontends.observed import accumulated_steps, stepping_scaler
 from attrax.frontends.owners import counted
 from attrax.frontends.ownloss import Labels, Over, OwnLoss, targets
 
@@ -83,17 +83,6 @@ def _tapped(loss: Tensor, logits: Any, notes: dict[str, Any]) -> tuple[Tensor, A
     return LossTap.apply(loss, notes, "scale"), logits
 
 
-def accumulated_steps() -> int:
-    """By how many steps ``Accelerator.backward`` divides the loss, if accelerate runs the optimizer that steps now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner: Any = frame.f_locals.get("self")
-        if type(owner).__name__ == "AcceleratedOptimizer":
-            return owner.gradient_state.num_steps
-        frame = frame.f_back
-    return 1
-
-
 class Normalization:
     """Loss weights of the blocks of one training loop.
 
@@ -140,6 +129,27 @@ class Normalization:
             return c, n
         self.outside = True
         return (c if c is None or self.scaler is None else c * self.scaler.get_scale()), n
+
+    def check_scale(self) -> None:
+        """See to it that what multiplies a loss outside of the model is known, right before an optimizer steps.
+
+        Raises:
+            RuntimeError: If accelerate or a GradScaler does that unseen.
+        """
+        if not self.outside:
+            return
+        if (steps := accumulated_steps()) > 1:
+            raise RuntimeError(
+                f"capture: accelerate divides the loss by the {steps} steps that it accumulates, and with it every "
+                "captured gradient, but the loss is computed outside of the model and the capture was not told. Pass "
+                "**attrax.trainer_options(accelerator, loss=...) in place of loss=."
+            )
+        scaler = stepping_scaler() if self.scaler is None else None
+        if scaler is not None and scaler.get_scale() != 1:
+            raise RuntimeError(
+                f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
+                "gradient, but the loss is computed outside of the model and the capture was not told. Pass scaler=."
+            )
 
 
 def declared_weights(

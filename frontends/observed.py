@@ -5,7 +5,8 @@ left in `.grad`, and the factor is a ratio of norms.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,10 +97,19 @@ def processes(model: nn.Module) -> int:
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
     """The `GradScaler` whose ``step`` has called the optimizer that steps now, if any."""
+    found = next((owner for owner in _callers() if isinstance(owner, torch.amp.GradScaler)), None)
+    return found if found is not None and found.is_enabled() else None
+
+
+def accumulated_steps() -> int:
+    """By how many steps ``Accelerator.backward`` divides the loss, if accelerate runs the optimizer that steps now."""
+    owner = next((owner for owner in _callers() if type(owner).__name__ == "AcceleratedOptimizer"), None)
+    return 1 if owner is None else owner.gradient_state.num_steps
+
+
+def _callers() -> Iterator[Any]:
+    """The objects whose methods have led here, the latest first."""
     frame = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.amp.GradScaler):
-            return owner if owner.is_enabled() else None
+        yield frame.f_locals.get("self")
         frame = frame.f_back
-    return None

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attrax.core import Block, Examples, GradTree, Leaf, Source, scale_examples, take
+from attrax.core import Block, Examples, GradTree, Leaf, Source, scale_examples, take, take_block
 from attrax.core.source import Visit
 from attrax.core.trajectory import Step, Trajectory
 from attrax.frontends.live import live
 from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
-from attrax.frontends.nonfinite import some
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.retraining import Reduction, loss_terms, step_weights
@@ -263,7 +262,7 @@ class Queries:
 
 
 def _of(examples: Examples, used: Tensor) -> Examples:
-    return some(Block(GradTree({}), examples), used).examples
+    return take_block(Block(GradTree({}), examples), used).examples
 
 
 def _joined(about: Examples, examples: Examples) -> Examples:

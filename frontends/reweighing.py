@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attrax.core import Block, Factorized, Leaf, Materialized, covers, scale_examples
+from attrax.core import Block, Factorized, Leaf, Materialized, covers, scale_examples, take_block
 from attrax.core.algebra import on_gradient, wide
 from attrax.core.leaves import batch_size
-from attrax.frontends.nonfinite import some
 
 Factors = Mapping[str, Tensor]
 """Factor of each example [B], float64, by weight parameter; 1 for those that are not named."""
@@ -34,7 +33,7 @@ def reweighed(block: Block, factors: Factors) -> tuple[Block, Tensor]:
         return block, torch.ones(len(block.examples), dtype=torch.bool)
     each = torch.stack(list(factors.values())).double()
     used = (each != 0).any(0)
-    left, each = block if bool(used.all()) else some(block, used), each[:, used]
+    left, each = block if bool(used.all()) else take_block(block, used), each[:, used]
     alike, known = bool((each == each[0]).all()), left.examples.weight
     weight = known.cpu() * each[0] if known is not None and alike else None
     own = dict(zip(factors, each, strict=True))

@@ -87,7 +87,7 @@ def test_k03_b13_an_unknown_reduction_is_refused():
     model, docs = seeded(WithLoss, 9), documents(9, [7, 3])
     batch, count = padded(docs), 8
     weights: dict[Literal["sum", "token_mean", "example_mean"], float]
-    weights = {"sum": 1.0, "token_mean": 1 / count, "example_mean": 1 / 2}
+    weights = {"sum": 1.0, "token_mean": 1 / count}
     blocks: list[Any] = []
     for declared, c in weights.items():
         blocks.clear()
@@ -105,6 +105,11 @@ def test_k03_b13_an_unknown_reduction_is_refused():
         attrax.graddot(attrax.Blocks(blocks), attrax.Blocks(blocks), target="garbage")  # pyright: ignore
     with pytest.raises(ValueError, match="is the mean over"), attrax.capture(model, loss="sum"):
         model(**batch)["loss"].backward()
+    with (
+        pytest.raises(ValueError, match="sums or of their means"),
+        attrax.capture(model, loss="example_mean"),
+    ):
+        model(**batch)["logits"].sum().backward()
 
 
 def test_k03_b09_gradient_accumulation():

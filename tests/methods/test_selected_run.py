@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attrax.core import Recorded
+from attrax.core import Recorded, take_block
 from attrax.frontends import capture, classification, live, open_trajectory, record, select, store
-from attrax.frontends.nonfinite import some
 from attrax.frontends.replay import replay
 from attrax.frontends.selection import Decision
 from attrax.methods import drop_fraction, dvemb, less, magic, trajectory_influence
@@ -104,7 +103,7 @@ def test_a_selected_run_is_the_run_on_the_kept_examples(denominator, tmp_path):
     assert_same(trajectory_influence(run, query, curvature=again.hvp).values, exact.values)
     assert_same(trajectory_influence(again, query).values, fisher.values)
     assert_same(dvemb(run, query).values, dvemb(again, query).values)
-    whole = Recorded(steps, [some(block, block.examples.weight != 0) for block in blocks])
+    whole = Recorded(steps, [take_block(block, block.examples.weight != 0) for block in blocks])
     assert_same(trajectory_influence(whole, query).values, fisher.values, 1e-8)
     assert_same(dvemb(whole, query).values, dvemb(run, query).values, 1e-8)
     parallel = replay(model, BATCHES, LOSS, whole, reduction="recorded")

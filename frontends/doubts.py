@@ -1,0 +1,47 @@
+"""What a capture says right before an optimizer steps on gradients that its blocks may not explain."""
+
+import warnings
+from collections.abc import Sequence
+
+
+def refuse_uncaptured(never_called: Sequence[str]) -> None:
+    """No gradient was seen: the hooks do not fire.
+
+    Raises:
+        RuntimeError: Naming layers.
+    """
+    raise RuntimeError(
+        f"capture: an optimizer steps on gradients that were not captured. Layers never called: {never_called[:5]}. "
+        "Was the model compiled before, is another copy of it trained, does a parent call layer.forward(), or were the "
+        "gradients made by torch.autograd.grad?"
+    )
+
+
+def warn_of_early(blocks: int) -> None:
+    """Blocks have not waited for the first optimizer."""
+    _warn(
+        f"{blocks} blocks went to the sinks before any optimizer was seen to step: they do not know the learning rate "
+        "of step 0."
+    )
+
+
+def warn_of_moves(steps: int) -> None:
+    """Parameters moved before the first optimizer stepped, which has ended steps."""
+    _warn(
+        f"parameters moved before any optimizer stepped, counted as {steps} steps of a loop that moves them by hand. "
+        "If they were a part of this optimizer's step (the ascent of SAM), later steps are numbered too high: put such "
+        "a part inside paused()."
+    )
+
+
+def warn_of_leftovers(step: int, parameters: Sequence[str]) -> None:
+    """Gradients of a step hold more than its blocks."""
+    _warn(
+        f"step {step} uses gradients that were in .grad before its first backward, e.g. of {parameters[:3]}: its "
+        "blocks do not add up to what moves the parameters, and the clipping of such steps is unknown. Zero the "
+        "gradients after every step."
+    )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"capture: {text}", RuntimeWarning, stacklevel=3)
