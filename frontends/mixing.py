@@ -30,26 +30,35 @@ def replaced(values: T, B: int) -> T:
     return tree_map(change, values)
 
 
-def mixed(before: Seen, reordered: Seen, changed: Seen, B: int) -> set[str]:
-    """What was seen to depend on more than one row, or on their order, by name.
+def ordered(before: Seen, reordered: Seen, B: int) -> tuple[dict[str, Layout | None], set[str]]:
+    """Where rows lie in what was seen, and what depends on their order, by name.
 
     Args:
         before: Tensors of a run by name, those of a name in order; outputs of the model begin with "output ".
         reordered: Those of a run on the same rows in another order.
-        changed: Those of a run with the second row in place of the first.
         B: Number of rows.
 
-    >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[2.0], [2.0], [4.0]])
-    >>> sums = [("sums", v.cumsum(0)) for v in (x, x.roll(-1, 0), y)]
-    >>> [mixed(*([("rows", v), s] for v, s in zip((x, x.roll(-1, 0), y), sums)), 3)]
-    [{'sums'}]
+    >>> x = torch.tensor([[1.0], [2.0], [4.0]])
+    >>> layouts, wrong = ordered(*([("rows", v), ("sums", v.cumsum(0))] for v in (x, x.roll(-1, 0))), 3)
+    >>> wrong
+    {'sums'}
     """
     layouts = compared(before, reordered, B)
-    return {
-        name
-        for name, x, other, now in _together(before, reordered, changed)
-        if x.is_floating_point() and x.ndim and _mixes(name, x, other, now, layouts, B)
-    }
+    pairs = [(name, x, y) for name, x, y in _together(before, reordered) if _is_seen(x)]
+    return layouts, {name for name, x, y in pairs if layouts.get(name) is None and _differs(x, y)}
+
+
+def coupled(before: Seen, changed: Seen, layouts: Mapping[str, Layout | None], B: int) -> set[str]:
+    """What depends on more than one row, by name.
+
+    Args:
+        before: See `ordered`.
+        changed: Those of a run with the second row in place of the first.
+        layouts: Where rows lie in them.
+        B: Number of rows.
+    """
+    pairs = [(name, x, y) for name, x, y in _together(before, changed) if _is_seen(x) and x.shape == y.shape]
+    return {name for name, x, now in pairs if _mixes(name, x, now, layouts.get(name), B)}
 
 
 def unsteady(before: Seen, again: Seen) -> set[str]:
@@ -58,14 +67,18 @@ def unsteady(before: Seen, again: Seen) -> set[str]:
     return {n for n, _ in before} - {n for n, *_ in pairs} | {n for n, x, y in pairs if not torch.equal(x, y)}
 
 
-def _mixes(
-    name: str, x: Tensor, other: Tensor, now: Tensor, layouts: Mapping[str, Layout | None], B: int
-) -> bool:
-    layout = layouts.get(name)
+def _is_seen(x: Tensor) -> bool:
+    return x.is_floating_point() and x.ndim > 0
+
+
+def _differs(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold other numbers, and not the same ones in other places."""
+    sizes = [v.flatten().sort()[0] for v in (x, other)]
+    return x.shape == other.shape and _distance(*sizes) > max(0.01 * _distance(x, other), _rounding(x))
+
+
+def _mixes(name: str, x: Tensor, now: Tensor, layout: Layout | None, B: int) -> bool:
     if layout is None:
-        sizes = [v.flatten().sort()[0] for v in (x, other)]
-        return other.shape == x.shape and _distance(*sizes) > max(0.01 * _distance(x, other), _rounding(x))
-    if now.shape != x.shape:
         return False
     if layout is SHARED:
         return not name.startswith("output ") and _distance(x, now) > _rounding(x)

@@ -25,7 +25,7 @@ from attrax.frontends.layout import (
     moved,
     permuted,
 )
-from attrax.frontends.mixing import mixed, replaced, unsteady
+from attrax.frontends.mixing import coupled, ordered, replaced, unsteady
 from attrax.frontends.passes import Pass, Repeat, flatten, has_axis
 from attrax.frontends.picked import in_order
 from attrax.frontends.recompute import Moment
@@ -102,7 +102,8 @@ class Placing:
             return self.asking._run(lambda _: repeat(change), False)
 
         first = seen(copied)
-        wrong = mixed(first, seen(partial(permuted, B=B)), seen(partial(replaced, B=B)), B)
+        layouts, wrong = ordered(first, seen(partial(permuted, B=B)), B)
+        wrong |= coupled(first, seen(partial(replaced, B=B)), layouts, B)
         wrong = wrong and wrong - unsteady(first, seen(copied))
         if wrong:
             raise LayoutError(
