@@ -29,6 +29,7 @@ from attrax.core.shards import Cut
 from attrax.frontends.distributed import Processes
 from attrax.frontends.fingerprints import model_fingerprint
 from attrax.frontends.sharding import gradients, is_sharded, named, pieces, whole
+from attrax.frontends.states import save_state
 
 STEPS, PER_STEP, REPEATED = 20, 8, 7
 CLASSIFY = attrax.classification()
@@ -439,3 +440,37 @@ def _together(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)
+
+
+def saved(rank: int, folder: str) -> None:
+    """Each of two processes of sharded training saves the curvature and the scores; the second has a batch less."""
+    _together(rank, folder)
+    ranks, mine = attrax.processes(), dealt(range(8))
+    model = fsdp2(seeded(Network)).eval()
+    train = attrax.live(model, batches(mine[: len(mine) - 2 * rank], 2), CLASSIFY)
+    curvature = attrax.fit_ekfac(train, ranks=ranks)
+    save_state(curvature, f"{folder}/curvature{rank}.safetensors")
+    own = attrax.self_influence(train, curvature=curvature)
+    attrax.write_scores(attrax.gather_scores(own), f"{folder}/scores{rank}.parquet")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def raising(rank: int, folder: str) -> None:
+    """The second of two processes of sharded training raises in the middle of a fit."""
+    _together(rank, folder)
+
+    class Failing(attrax.Blocks):
+        def map(self, visit: Any) -> Any:
+            yield from super().map(visit)
+            if rank == 1:
+                raise KeyError("a row that is not there")
+
+    blocks = [
+        Block(GradTree(dict(x)), examples)
+        for examples, x in source(seeded(Network)).map(lambda _, leaf, __: leaf)
+    ]
+    try:
+        attrax.fit_ekfac(Failing(blocks), ranks=attrax.processes())
+    except (KeyError, RuntimeError) as error:
+        Path(f"{folder}/error{rank}").write_text(f"{type(error).__name__}: {error}")

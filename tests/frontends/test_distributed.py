@@ -196,3 +196,17 @@ def test_a_process_killed_in_a_fit_ends_the_others(tmp_path):
     assert ran(parallel.killed_in_a_fit, str(tmp_path)) == [0, -signal.SIGKILL]
     error = (tmp_path / "error").read_text()
     assert "process 0 of 2: another one has ended" in error and "start all of them again" in error
+
+
+def test_files_that_processes_save_are_equal(tmp_path):
+    """Curvature and scores of sharded training, one process with a batch less than the other."""
+    assert ran(parallel.saved, str(tmp_path)) == [0, 0]
+    for name in ("curvature{}.safetensors", "scores{}.parquet"):
+        one, other = (tmp_path.joinpath(name.format(rank)).read_bytes() for rank in (0, 1))
+        assert one == other and one, name
+
+
+def test_a_process_that_raises_in_a_fit_ends_the_others(tmp_path):
+    assert ran(parallel.raising, str(tmp_path)) == [0, 0]
+    assert "a row that is not there" in (tmp_path / "error1").read_text()
+    assert "another one has ended" in (tmp_path / "error0").read_text()
