@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 _KEPT = 4
-_UNUSED = 3  # references: of the list, the loop and the call that counts
 _SMALL = 2**16
+
+
+def _references(arrays: list[np.ndarray], n: int) -> int:
+    return getrefcount(arrays[n])
+
+
+_UNUSED = _references([np.empty(0)], 0)
 
 
 class Buffers:
@@ -35,10 +41,10 @@ class Buffers:
         """CPU memory for an array."""
         size = math.prod(shape) * dtype.itemsize
         room = 1 << max(_SMALL, size).bit_length()
-        for whole in self._made:
-            if len(whole) == room and getrefcount(whole) == _UNUSED:
-                break
-        else:
-            whole = np.empty(room, np.uint8)
+        sizes = [len(x) for x in self._made]
+        free = (n for n, has in enumerate(sizes) if has == room and _references(self._made, n) == _UNUSED)
+        at = next(free, None)
+        whole = np.empty(room, np.uint8) if at is None else self._made[at]
+        if at is None:
             self._made = [whole, *self._made[: _KEPT - 1]]
         return torch.from_numpy(whole)[:size].view(dtype).reshape(tuple(shape))
