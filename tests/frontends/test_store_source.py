@@ -243,6 +243,21 @@ def test_blocks_that_share_a_slab_read_it_once(tmp_path, rng, asked):
         assert all(torch.equal(w[0], leaves[name].w[n]) for name, w in found.items())
 
 
+def test_blocks_read_as_one_lack_what_all_of_them_lack(tmp_path, rng):
+    """Leaves that a transform has dropped are not absent: their gradients are not known to be zero."""
+    one, two = (
+        make({"w": materialized("w", torch.randn(1, 3, generator=rng))}, [i], absent=absent, micro=k)
+        for k, (i, absent) in enumerate([("a", ("u", "v")), ("b", ("v",))])
+    )
+    write(tmp_path, one, two)
+    ((merged, _),) = open_store(tmp_path, block_examples="step").map(lambda *_: None)
+    assert merged.ids == ("a", "b") and merged.absent == ("v",)
+    assert [examples.absent for examples, _ in open_store(tmp_path).map(lambda *_: None)] == [
+        ("u", "v"),
+        ("v",),
+    ]
+
+
 def test_masked_leaves_come_back(tmp_path):
     """Against the kept coordinates of each example's gradient, taken alone."""
     model, spec = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double(), Mask(6, scale="none")
