@@ -247,14 +247,14 @@ def test_blocks_read_as_one_lack_what_all_of_them_lack(tmp_path, rng):
     """Leaves that a transform has dropped are not absent: their gradients are not known to be zero."""
     one, two = (
         make({"w": materialized("w", torch.randn(1, 3, generator=rng))}, [i], absent=absent, micro=k)
-        for k, (i, absent) in enumerate([("a", ("u", "v")), ("b", ("v",))])
+        for k, (i, absent) in enumerate([("a", ("u", "v")), ("b", ("v", "x"))])
     )
     write(tmp_path, one, two)
     ((merged, _),) = open_store(tmp_path, block_examples="step").map(lambda *_: None)
     assert merged.ids == ("a", "b") and merged.absent == ("v",)
     assert [examples.absent for examples, _ in open_store(tmp_path).map(lambda *_: None)] == [
         ("u", "v"),
-        ("v",),
+        ("v", "x"),
     ]
 
 
