@@ -85,7 +85,7 @@ class Asking:
         again, run.again = run.again, None
         if again is None or run.rows is None:
             return
-        before, after = self._run(again, False), self._run(again, True)
+        before, after = self.run_once(again, False), self.run_once(again, True)
         found = compared(before, after, run.rows)
         common = {key for key, layout in found.items() if layout is SHARED}
         found |= {key: None for key in common if not self._spreads(again, key, before, found, run.rows)}
@@ -95,7 +95,7 @@ class Asking:
         self._guessed = placed
         self.lost |= {key for key, layout in found.items() if layout is None} | common
 
-    def _run(self, again: Callable[[bool], object], reorder: bool) -> list[tuple[str, Tensor]]:
+    def run_once(self, again: Callable[[bool], object], reorder: bool) -> list[tuple[str, Tensor]]:
         """What the layers of the model see, and what it returns."""
         self._noted = []
         try:
@@ -122,7 +122,7 @@ class Asking:
         for changed in (torch.zeros(B, dtype=torch.bool), first, ~first):
             self._spread = key, partial(_perturbed, B=B, examples=changed)
             try:
-                now = self._run(again, False)
+                now = self.run_once(again, False)
             except (RuntimeError, ValueError, IndexError, TypeError):
                 return False
             finally:

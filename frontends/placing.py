@@ -99,7 +99,7 @@ class Placing:
 
     def _refuse_mixed(self, repeat: Repeat, B: int) -> None:
         def seen(change: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
-            return self.asking._run(lambda _: repeat(change), False)
+            return self.asking.run_once(lambda _: repeat(change), False)
 
         first = seen(copied)
         layouts, wrong = ordered(first, seen(partial(permuted, B=B)), B)

@@ -161,7 +161,7 @@ def change(
         if isinstance(grad, DTensor) or mean is not None:
             if own is None:
                 own = torch.zeros(grad.shape, dtype=wide(grad.dtype), device=grad.device)
-            own = _slice(own, grad) if isinstance(grad, DTensor) else _mean(own, mean)
+            own = mean_slice(own, grad) if isinstance(grad, DTensor) else _mean(own, mean)
             grad = grad.to_local() if isinstance(grad, DTensor) else grad
         if own is not None:
             _write(p, grad, own, r)
@@ -181,7 +181,7 @@ def _mean(own: Tensor, over: Averaging | None) -> Tensor:
     return own if over is None else summed(own, [over.group]) / over.group.size()
 
 
-def _slice(own: Tensor, grad: DTensor) -> Tensor:
+def mean_slice(own: Tensor, grad: DTensor) -> Tensor:
     """This process's slice of the mean over processes."""
     mesh = grad.device_mesh
     total = DTensor.from_local(own.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)

@@ -23,7 +23,7 @@ from attrax.core.leaves import covers, dtype_of
 from attrax.core.transfers import fetched
 from attrax.frontends.distributed import Processes
 from attrax.frontends.events import Averaging
-from attrax.frontends.removal import _slice, is_reduced, no_mean, summed
+from attrax.frontends.removal import is_reduced, mean_slice, no_mean, summed
 from attrax.frontends.sharding import Piece, gradients, is_sharded, named, part, pieces
 from attrax.frontends.tensor_parallel import parallel_mesh
 from attrax.frontends.verify import distance, mismatches, raise_on
@@ -215,7 +215,7 @@ def _mean_here(own: Tensor | None, grad: Tensor, cut: Piece | None) -> Tensor:
     )
     if cut is not None:
         return part(summed(total, cut.averaged), cut) / prod(group.size() for group in cut.averaged)
-    return _slice(total, grad) if isinstance(grad, DTensor) else total
+    return mean_slice(total, grad) if isinstance(grad, DTensor) else total
 
 
 def _check_alike(sums: Mapping[str, Tensor], group: ProcessGroup) -> None:
