@@ -50,25 +50,8 @@ def doubled() -> Any:
 
 
 def accelerate(path: Path) -> Held:
-    def train(model: Any) -> Any:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        made, optimizer, batches = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), 1e-2), test_accelerate.data()
-        )
-
-        def start() -> None:
-            for _ in range(10):
-                for batch in batches:
-                    with accelerator.accumulate(made):
-                        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-                        accelerator.backward(made(**batch, labels=labels).loss)
-                        optimizer.step()
-                        optimizer.zero_grad()
-
-        return start, {}
-
     build = lambda: llama().double()  # noqa: E731
-    return trained_alike(build, train, lambda _: Check(build(), label_losses))
+    return trained_alike(build, test_accelerate.training(2, 10), lambda _: Check(build(), label_losses))
 
 
 def lightning(path: Path) -> Held:

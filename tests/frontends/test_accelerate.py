@@ -45,7 +45,8 @@ def test_accelerate_in_float64(in_float64):  # noqa: F811
     assert_accelerated(lambda: llama().double(), 2)
 
 
-def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
+def training(accumulate: int, epochs: int) -> Callable[[Any], Any]:
+    """Makes a loop of a model whose own loss accelerate divides."""
 
     def train(model: Any) -> Any:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
@@ -54,7 +55,7 @@ def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
         )
 
         def start() -> None:
-            for _ in range(4):
+            for _ in range(epochs):
                 for batch in batches:
                     with accelerator.accumulate(made):
                         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -64,7 +65,11 @@ def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
 
         return start, {}
 
-    check, running = trained_alike(build, train, lambda model: Check(build(), label_losses))
+    return train
+
+
+def assert_accelerated(build: Callable[[], Any], accumulate: int) -> None:
+    check, running = trained_alike(build, training(accumulate, 4), lambda model: Check(build(), label_losses))
     assert running.coverage.share == 1 and len(check.blocks) == 24
     assert [b.examples.step for b in check.blocks] == [k // accumulate for k in range(24)]
     for block in check.blocks:
