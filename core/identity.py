@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attrax.core.transfers import fetched
 
-_CHUNK = 2**20
+_FEW, _WIDTH, _CHUNK = 2**14, 2**10, 2**17
 
 
 def content_ids(
@@ -94,12 +94,15 @@ def combined(contents: Mapping[str, Content]) -> str:
     return digest.hexdigest()
 
 
-def bit_sums(x: Tensor, place: Callable[[Tensor], Tensor] = lambda index: index) -> Tensor:
+def bit_sums(
+    x: Tensor, place: Callable[[Tensor], Tensor] = lambda index: index, run: int | None = None
+) -> Tensor:
     """The sum of a tensor's bit patterns, and their sum weighed by position; those of its pieces add up to it.
 
     Args:
         x: A tensor, or a piece of one.
         place: Flat positions in the whole tensor, of flat positions in the piece.
+        run: How many entries of the piece that follow each other do so in the whole tensor, too; all by default.
 
     Returns:
         The sums [2], int64 modulo 2^64, where the tensor lies.
@@ -109,12 +112,24 @@ def bit_sums(x: Tensor, place: Callable[[Tensor], Tensor] = lambda index: index)
     (tensor([15, 70]), tensor([15, 70]))
     """
     bits = _words(x.detach().reshape(-1))
-    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
-        places = place(torch.arange(start, start + chunk.numel(), device=chunk.device)) + 1
-        sums += torch.stack([chunk.sum(), (chunk * places).sum()])
-    return sums
+    width = _WIDTH if run is None else run
+    even = 0 if bits.numel() < _FEW else bits.numel() - bits.numel() % width
+    rest, at = bits[even:].to(torch.int64), torch.arange(even, bits.numel(), device=bits.device)
+    sums = torch.stack([rest.sum(), (rest * (place(at) + 1)).sum()])
+    return sums + _row_sums(bits[:even].view(-1, width), place) if even else sums
+
+
+def _row_sums(words: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
+    """Both sums of words [R, C], read once: from the sums over rows, which are runs, and those over columns."""
+    (R, C), device = words.shape, words.device
+    rows, columns = [], torch.zeros(C, dtype=torch.int64, device=device)
+    for block in words.split(max(1, _CHUNK // C)):
+        wide = block.to(torch.int64)
+        rows.append(wide.sum(1))
+        columns += wide.sum(0)
+    first = place(torch.arange(0, R * C, C, device=device)) + 1
+    weighed = (torch.cat(rows) * first).sum() + (columns * torch.arange(C, device=device)).sum()
+    return torch.stack([columns.sum(), weighed])
 
 
 def counted(sums: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -46,7 +46,7 @@ class Fingerprints:
         writes = {name: (id(x), _version(x)) for name, x in state.items()}
         parts = {name: self._flat.get(id(x)) or piece(x.detach()) for name, x in state.items()}
         stale = [name for name in state if exact or writes[name] != self._writes.get(name)]
-        read = counted({name: bit_sums(parts[name].local, parts[name].place) for name in stale})
+        read = counted({n: bit_sums(parts[n].local, parts[n].place, parts[n].run) for n in stale})
         self._local = {n: read[n] if n in read else self._local[n] for n in state}
         self._writes = writes
         totals = _added_up(self._local, parts)

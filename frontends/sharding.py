@@ -35,6 +35,7 @@ class Piece:
         place: Flat positions in the whole tensor, of flat positions in the piece.
         groups: Groups of processes over which the pieces add up to the whole, one after the other.
         averaged: Groups of processes over which FSDP1 averages gradients, one after the other.
+        run: How many entries of the piece that follow each other do so in the whole tensor, too; all if None.
     """
 
     local: Tensor
@@ -42,6 +43,7 @@ class Piece:
     place: Callable[[Tensor], Tensor] = lambda index: index
     groups: tuple[ProcessGroup, ...] = ()
     averaged: tuple[ProcessGroup, ...] = ()
+    run: int | None = None
 
 
 def canonical(name: str) -> str:
@@ -143,7 +145,9 @@ def piece(x: Tensor) -> Piece:
         return found
 
     groups = tuple(x.device_mesh.get_group(dim) for dim in cut)
-    return Piece(x.to_local(), tuple(x.shape), place, groups)
+    innermost = max((axis for axis in range(len(shape)) if shape[axis] != x.shape[axis]), default=0)
+    run = math.prod(shape[innermost:]) if innermost else None
+    return Piece(x.to_local(), tuple(x.shape), place, groups, run=run)
 
 
 def whole(x: Tensor, cut: Piece | None = None) -> Tensor:

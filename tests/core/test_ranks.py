@@ -77,8 +77,21 @@ def test_scores_of_other_queries_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
 def test_bit_sums_of_pieces_add_up(dtype, rng):
     x = torch.randn(7, 5, generator=rng).to(dtype)
-    columns = [(bit_sums(x[:, c : c + 1], lambda index, c=c: index * 5 + c)) for c in range(5)]
+    columns = [(bit_sums(x[:, c : c + 1], lambda index, c=c: index * 5 + c, 1)) for c in range(5)]
     assert torch.equal(torch.stack(columns).sum(0), bit_sums(x))
+
+
+def test_bit_sums_are_those_of_all_entries_one_by_one(rng):
+    x = torch.randn(300, 1013, generator=rng)
+    bits = [int(b) for b in x.flatten().view(torch.int32)]
+    expected = [sum(bits), sum(i * b for i, b in enumerate(bits, 1))]
+    assert bit_sums(x).tolist() == [(total + 2**63) % 2**64 - 2**63 for total in expected]
+    left, right = x[:, :400], x[:, 400:].contiguous()
+    halves = [
+        bit_sums(left, lambda i: i // 400 * 1013 + i % 400, 400),
+        bit_sums(right, lambda i: i // 613 * 1013 + i % 613 + 400, 613),
+    ]
+    assert torch.equal(halves[0] + halves[1], bit_sums(x))
 
 
 def test_tasks_are_dealt_by_cost():
