@@ -29,11 +29,12 @@ from attrax.frontends.coverage import Coverage, Selection, Selector, select, wit
 from attrax.frontends.directions import Directions
 from attrax.frontends.doubts import refuse_uncaptured, warn_of_early, warn_of_leftovers, warn_of_moves
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
-from attrax.frontends.merging import Found, merged
+from attrax.frontends.merging import merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
 from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.notes import Delivered
 from attrax.frontends.observed import overflows
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together
 from attrax.frontends.passes import Pass
@@ -41,7 +42,7 @@ from attrax.frontends.placing import LayoutError
 from attrax.frontends.present import Present
 from attrax.frontends.reweighing import Factors, rescaled, reweighed
 from attrax.frontends.rows import as_ids
-from attrax.frontends.sharding import is_sharded, named
+from attrax.frontends.sharding import is_sharded
 from attrax.frontends.steps import Discards, Leftovers, Steps
 from attrax.frontends.storage.sink import Sink as Files
 from attrax.frontends.sums import GradientSums
@@ -172,17 +173,16 @@ class Capture:
 
     def _open(self, run: Pass) -> None:
         self._look()
-        run.notes["mark"] = self._steps.mark()
-        run.notes["averaging"] = averaging()
+        run.notes.mark, run.notes.averaging = self._steps.mark(), averaging()
         if self._sums is not None:
-            run.notes["fresh"] = self._sums.fresh()
+            run.notes.fresh = self._sums.fresh()
         if self._owners is not None and run.rows:
             run.owners = checked(self._owners(run.inputs, run.rows), run.rows)
             where = places(run.owners)
             if run.owners.ndim == 2:
                 run.packed = where
             else:
-                run.notes["together"] = where
+                run.notes.together = where
 
     def _start(self) -> None:
         self._begun = True
@@ -198,24 +198,24 @@ class Capture:
             self._leftovers.look(self._steps.parameters())
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
-        if not run.found:
+        if run.delivered is None:
             if run.recomputed and self._owners is not None:
                 raise RuntimeError(
                     "capture: examples= was given, but the model as a whole runs under reentrant activation "
                     "checkpointing. Use checkpoint(..., use_reentrant=False)."
                 )
-            run.found = {"examples": self._examples(run), "leaves": {}, "bad": {}}
-            run.found["directions"] = self.directions
-        if "together" in run.notes:
-            leaf = together(leaf, run.notes["together"])
-        run.found["bad"][name] = nonfinite_examples(leaf)
+            run.delivered = Delivered(self._examples(run), self.directions)
+        found = run.delivered
+        if run.notes.together is not None:
+            leaf = together(leaf, run.notes.together)
+        found.bad[name] = nonfinite_examples(leaf)
         self._covers[name] = covers(leaf)
         if self._sums is not None:
             self._sums.add(name, leaf)
-        late = run.found["directions"] is not None or self.after_backward
+        late = found.directions is not None or self.after_backward
         changed = leaf if late or self.transform is None else self.transform(name, leaf)
         if changed is not None:
-            run.found["leaves"][name] = changed
+            found.leaves[name] = changed
 
     def _examples(self, run: Pass) -> Examples:
         number = run.rows or 0 if run.owners is None else count(run.owners)
@@ -226,23 +226,23 @@ class Capture:
             )
         weight, tokens = self._normalization.weights(run.notes, run.inputs, number, run.owners)
         self._steps.micro += 1
-        mark = run.notes.get("mark") or self._steps.mark()
+        mark = run.notes.mark or self._steps.mark()
         return Examples(as_ids(ids), self._steps.step, self._steps.micro - 1, weight, tokens, mark)
 
     def _finish(self, runs: list[Pass], missed: list[str]) -> None:
         self.unreached.update(missed)
         if self._sums is not None:
             self._check(self._sums, runs)
-        found = merged([run.found for run in runs if run.found])
+        found = merged([run.delivered for run in runs if run.delivered is not None])
         for x in found:
-            x["examples"] = self._with_absent(x)
+            x.examples = self._with_absent(x)
         blocks = self._called(runs, found)
         self._first = False
         self._discards.remember(self._steps.parameters())
         for block, x in zip(blocks, found, strict=True):
-            block = self._without_nonfinite(block, x["bad"])
-            if x["directions"] is not None:
-                self._moves.waiting.add(block, x["directions"])
+            block = self._without_nonfinite(block, x.bad)
+            if x.directions is not None:
+                self._moves.waiting.add(block, x.directions)
             elif not len(block.examples):
                 continue
             elif self.after_backward and self.transform is not None:
@@ -254,24 +254,24 @@ class Capture:
             self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
 
-    def _with_absent(self, found: Found) -> Examples:
+    def _with_absent(self, found: Delivered) -> Examples:
         """The examples of a backward; the direction of a parameter that it did not reach need not be zero."""
-        if found["directions"] is not None:
-            return found["examples"]
-        reached = {parameter for name in found["bad"] for parameter in self._covers[name]}
-        return replace(found["examples"], absent=tuple(sorted(self._wanted - reached)))
+        if found.directions is not None:
+            return found.examples
+        reached = {parameter for name in found.bad for parameter in self._covers[name]}
+        return replace(found.examples, absent=tuple(sorted(self._wanted - reached)))
 
     def _check(self, sums: GradientSums, runs: list[Pass]) -> None:
         try:
-            sums.check([run.notes.get("fresh", set()) for run in runs], runs[0].notes.get("averaging"))
+            sums.check([run.notes.fresh for run in runs], runs[0].notes.averaging)
         except RuntimeError:
             self._pending = []  # of earlier backwards of the step, which were checked with this one
             self._moves.waiting.clear()
             raise
 
-    def _called(self, runs: list[Pass], found: list[Found]) -> list[Block]:
+    def _called(self, runs: list[Pass], found: list[Delivered]) -> list[Block]:
         """The blocks of a backward, as the callbacks have left their examples in `.grad`."""
-        blocks = [Block(GradTree(x["leaves"]), x["examples"]) for x in found]
+        blocks = [Block(GradTree(x.leaves), x.examples) for x in found]
         changes: list[tuple[Sequence[Factors], Mapping[str, float]]] = []
         if self.after_backward and found:
             event = self._event(runs, blocks, lambda now, earlier: changes.append((now, earlier)))
@@ -291,7 +291,7 @@ class Capture:
             for i, (x, factors) in enumerate(zip(found, now, strict=True)):
                 blocks[i], used = reweighed(blocks[i], factors)
                 rows = near(used.nonzero().flatten())
-                x["bad"] = {name: flags[rows(flags.device)] for name, flags in x["bad"].items()}
+                x.bad = {name: flags[rows(flags.device)] for name, flags in x.bad.items()}
         return blocks
 
     def _event(self, runs: list[Pass], blocks: list[Block], weighed: Weighed) -> BackwardEvent:
@@ -302,7 +302,7 @@ class Capture:
             self,
             self._first,
             any(run.inputs.get("num_items_in_batch") is not None for run in runs),
-            runs[0].notes.get("averaging"),
+            runs[0].notes.averaging,
             weighed,
         )
 
@@ -326,9 +326,8 @@ class Capture:
             warn_of_moves(self._steps.step)
         if self._steps.moves(optimizer):
             self._end_step()
-        self._check_selection(
-            {n for n, p in named(self.model).items() if p.grad is not None and p.requires_grad}
-        )
+        trained = {n: p for n, p in self._present.parameters.items() if p.requires_grad}
+        self._check_selection({n for n, p in trained.items() if p.grad is not None})
         self._doubts(rates)
         rate = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
         waiting = [*self._pending, *self._moves.waiting.blocks]

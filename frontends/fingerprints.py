@@ -5,7 +5,7 @@ tensor are then added up over the processes (`attrax.frontends.distributed` list
 `Fingerprints.now`, whatever this process has seen, so that no process waits for one that has nothing to say.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,15 @@ class Fingerprints:
         """Read the values at the next call: something wrote to them uncounted (a fused optimizer does)."""
         self._writes = {}
 
-    def now(self, *, exact: bool = False) -> str:
+    def now(self, parameters: Mapping[str, Tensor] | None = None, *, exact: bool = False) -> str:
         """The fingerprint at this moment.
 
         Args:
+            parameters: The model's parameters by canonical name, where they were looked up already.
             exact: Read the values even if torch has counted no write (writes through `.data` are not counted).
         """
         buffers = {canonical(name): b for name, b in self._model.named_buffers()}
-        state = (named(self._model) if self._held is None else self._held) | buffers
+        state = {**(self._held or parameters or named(self._model)), **buffers}
         writes = {name: (id(x), _version(x)) for name, x in state.items()}
         parts = {name: self._flat.get(id(x)) or piece(x.detach()) for name, x in state.items()}
         stale = [name for name in state if exact or writes[name] != self._writes.get(name)]

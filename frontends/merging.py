@@ -9,34 +9,27 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from attrax.core import Examples, Leaf
 from attrax.core.leaves import covers
 from attrax.frontends.assemble import joined
+from attrax.frontends.notes import Delivered
 
-Found = dict[str, Any]
 
-
-def merged(found: Sequence[Found]) -> list[Found]:
-    """What the passes of one backward have found, those of the same ids as one.
-
-    Args:
-        found: For each pass: ``examples``, and by leaf name ``leaves`` and ``bad`` (Boolean [B], examples that are not
-            finite).
-    """
-    same: dict[tuple[str, ...], list[Found]] = defaultdict(list)
+def merged(found: Sequence[Delivered]) -> list[Delivered]:
+    """What the passes of one backward have delivered, those of the same ids as one."""
+    same: dict[tuple[str, ...], list[Delivered]] = defaultdict(list)
     for x in found:
-        same[x["examples"].ids].append(x)
+        same[x.examples.ids].append(x)
     return [x for passes in same.values() for x in _one(passes)]
 
 
-def _one(passes: list[Found]) -> list[Found]:
+def _one(passes: list[Delivered]) -> list[Delivered]:
     if len(passes) == 1:
         return passes
-    if not _joinable([x["leaves"] for x in passes]):
+    if not _joinable([x.leaves for x in passes]):
         warnings.warn(
             "capture: two calls of the model in one backward are of the same examples but their layers do not share "
             "inputs in the same way, so their gradients stay in separate blocks.",
@@ -46,11 +39,9 @@ def _one(passes: list[Found]) -> list[Found]:
         return passes
     bad: dict[str, Tensor] = {}
     for x in passes:
-        bad |= {name: bad[name] | flags if name in bad else flags for name, flags in x["bad"].items()}
-    leaves = {n: joined(xs) for n, xs in _by_name([x["leaves"] for x in passes]).items()}
-    return [
-        passes[0] | {"examples": _examples([x["examples"] for x in passes]), "leaves": leaves, "bad": bad}
-    ]
+        bad |= {name: bad[name] | flags if name in bad else flags for name, flags in x.bad.items()}
+    leaves = {n: joined(xs) for n, xs in _by_name([x.leaves for x in passes]).items()}
+    return [Delivered(_examples([x.examples for x in passes]), passes[0].directions, leaves, bad)]
 
 
 def _by_name(parts: Sequence[Mapping[str, Leaf]]) -> dict[str, list[Leaf]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attrax.frontends.fused import in_rows
 from attrax.frontends.losses import IGNORE
+from attrax.frontends.notes import Notes
 from attrax.frontends.observed import accumulated_steps, stepping_scaler
 from attrax.frontends.owners import counted
 from attrax.frontends.ownloss import Labels, Over, OwnLoss, targets
@@ -31,13 +32,13 @@ NAMES: dict[str, tuple[Over, ...]] = {
 
 
 class LossTap(torch.autograd.Function):
-    """Identity that records the gradient arriving at it."""
+    """Identity that tells of the gradient arriving at it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, notes: dict[str, Any], key: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tell: Callable[[Tensor], None]) -> Tensor:
         """The tensor itself."""
         ctx.set_materialize_grads(False)
-        ctx.notes, ctx.key = notes, key
+        ctx.tell = tell
         return x.detach()
 
     @staticmethod
@@ -45,11 +46,11 @@ class LossTap(torch.autograd.Function):
         """The gradient itself; DDP passes on that there is none."""
         g = grads[0]
         if g is not None:
-            ctx.notes[ctx.key] = g.detach().clone() if g.ndim == 0 else True
-        return g, None, None
+            ctx.tell(g)
+        return g, None
 
 
-def tap_loss(output: Any, notes: dict[str, Any]) -> Any:
+def tap_loss(output: Any, notes: Notes) -> Any:
     """Put a tap on the loss inside a model's output (a tensor, a mapping or model output with `loss`, or a tuple).
 
     The logits beside it are tapped as well, to see whether the loop uses them for a loss of its own.
@@ -75,12 +76,18 @@ def _is_loss(x: object) -> bool:
     return isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad
 
 
-def _tapped(loss: Tensor, logits: Any, notes: dict[str, Any]) -> tuple[Tensor, Any]:
-    notes["loss"] = loss.detach()
+def _tapped(loss: Tensor, logits: Any, notes: Notes) -> tuple[Tensor, Any]:
+    def scaled(g: Tensor) -> None:
+        notes.scale = g.detach().clone()
+
+    def used(g: Tensor) -> None:
+        notes.outside = True
+
+    notes.loss = loss.detach()
     if isinstance(logits, Tensor) and logits.requires_grad:
-        notes["logits"] = logits.detach()
-        logits = LossTap.apply(logits, notes, "outside")
-    return LossTap.apply(loss, notes, "scale"), logits
+        notes.logits = logits.detach()
+        logits = LossTap.apply(logits, used)
+    return LossTap.apply(loss, scaled), logits
 
 
 class Normalization:
@@ -106,7 +113,7 @@ class Normalization:
         self.scaler, self.outside = scaler, False
 
     def weights(
-        self, notes: dict[str, Any], inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
+        self, notes: Notes, inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
     ) -> Weights:
         """Loss weights c [B] and counts n [B] of a pass whose backward has begun; None where unknown.
 
@@ -116,16 +123,16 @@ class Normalization:
             examples: Number of examples B.
             owners: The example of every row or position, where a row is not one example.
         """
-        own, declared = "scale" in notes and "outside" not in notes, self._declared
-        if own or not (declared is None or callable(declared)):
+        scale, declared = None if notes.outside else notes.scale, self._declared
+        if scale is not None or not (declared is None or callable(declared)):
             self._own.look(notes, inputs)
-        notes.pop("logits", None)
-        if own and self._own.kinds and not callable(declared):
-            return self._own.weights(notes["scale"], inputs, owners)
+        notes.logits = None
+        if scale is not None and self._own.kinds and not callable(declared):
+            return self._own.weights(scale, inputs, owners)
         if declared is None:
             return None, None
         c, n = declared_weights(declared, notes, inputs, examples, self._own.labels, owners)
-        if callable(declared) or "scale" in notes or "log_probs" in notes:
+        if callable(declared) or notes.scale is not None or notes.log_probs is not None:
             return c, n
         self.outside = True
         return (c if c is None or self.scaler is None else c * self.scaler.get_scale()), n
@@ -154,7 +161,7 @@ class Normalization:
 
 def declared_weights(
     declared: Declared,
-    notes: Mapping[str, Any],
+    notes: Notes,
     inputs: Mapping[str, Any],
     examples: int,
     kind: Labels,
@@ -173,11 +180,10 @@ def declared_weights(
                 f"capture: loss= returned weights of shape {tuple(c.shape)} for {examples} examples."
             )
         return c, n
-    scale = notes["scale"].double().cpu() if "scale" in notes else torch.ones((), dtype=torch.float64)
-    ones = torch.ones(examples, dtype=torch.float64) * scale
-    if declared == "token_mean" and "log_probs" in notes:
-        g, mask = notes["log_probs"]
-        return _fused_weights(g, mask, owners)
+    if declared == "token_mean" and notes.log_probs is not None:
+        return _fused_weights(*notes.log_probs, owners)
+    ones = torch.ones(examples, dtype=torch.float64)
+    ones = ones if notes.scale is None else ones * notes.scale.double().cpu()
     labels = inputs.get("labels")
     tokens: Tensor | None = None
     if isinstance(labels, Tensor) and labels.ndim in (1, 2) and not labels.is_floating_point():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attrax.frontends.losses import IGNORE, shifted, token_losses
+from attrax.frontends.notes import Notes
 from attrax.frontends.owners import count, counted
 
 Labels: TypeAlias = Literal["causal", "aligned"]
@@ -72,15 +73,15 @@ class OwnLoss:
         self._seen = self._guessed = False
         self._patterns: set[object] = set()
 
-    def look(self, notes: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    def look(self, notes: Notes, inputs: Mapping[str, Any]) -> None:
         """Compare the loss of a batch with its labels and logits, if it can tell anything new.
 
         Raises:
             ValueError: If the weights of an earlier batch were a guess that this one contradicts, or the loop declared
                 another kind.
         """
-        labels, logits, loss = inputs.get("labels"), notes.get("logits"), notes.get("loss")
-        if not (isinstance(labels, Tensor) and isinstance(logits, Tensor) and isinstance(loss, Tensor)):
+        labels, logits, loss = inputs.get("labels"), notes.logits, notes.loss
+        if not isinstance(labels, Tensor) or logits is None or loss is None:
             return
         if labels.dtype.is_floating_point or labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1:
             return
@@ -92,7 +93,7 @@ class OwnLoss:
         if self._seen and known and _alike(kinds, terms, inputs):
             return
         left = _fitting(kinds, labels, logits, loss, terms, inputs)
-        self._take(self._as_declared(left) if "scale" in notes else left)
+        self._take(self._as_declared(left) if notes.scale is not None else left)
         self._patterns.add(_pattern(self.kinds, terms, inputs))
         if not _alike(self.kinds, terms, inputs):
             self._guess(loss)

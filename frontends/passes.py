@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attrax.core import Leaf
 from attrax.frontends.assemble import Piece, components
 from attrax.frontends.layout import Packing
+from attrax.frontends.notes import Delivered, Notes
 from attrax.frontends.sharding import unwrapped
 
 Repeat: TypeAlias = Callable[[Callable[[Any], Any]], object]
@@ -76,8 +77,8 @@ class Pass:
         calls: Tapped layer calls, in forward order.
         silent: Whether tapped layers ran without gradient (reentrant checkpointing runs them again in backward).
         anchors: By device, a leaf that makes tapped outputs require gradients where parameters are frozen.
-        notes: What the front-end learned in the forward pass.
-        found: What the front-end learned in the running backward.
+        notes: What the forward pass has told.
+        delivered: What the running backward has delivered.
     """
 
     rows: int | None
@@ -92,8 +93,8 @@ class Pass:
     calls: list[Call] = field(default_factory=list)
     silent: bool = False
     anchors: dict[torch.device, Tensor] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
+    delivered: Delivered | None = None
     _groups: dict[int, list[Call]] | None = None
 
     @property
@@ -128,7 +129,7 @@ class Pass:
         """Forget arrivals, so that a repeated backward (retain_graph) is captured again."""
         for call in self.calls:
             call.piece, call.arrived = None, False
-        self.found = {}
+        self.delivered = None
 
 
 def open_pass(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, complete: bool) -> Pass:

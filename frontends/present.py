@@ -20,7 +20,8 @@ class Present:
     """The captured parameters of a model; what FSDP2 holds gathered after an evaluation is sharded again first.
 
     Attributes:
-        captured: Parameters by canonical name, as of the last look.
+        parameters: All parameters by canonical name, as of the last look.
+        captured: Those that are captured.
         added: Names of trainable parameters that the model has gained since the first look.
     """
 
@@ -28,7 +29,7 @@ class Present:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        now = named(model)
+        self.parameters = now = named(model)
         self._model, self._layers = model, tuple(layers)
         self._flat, self._sharded = is_flat(model), is_sharded(model)
         self._first = set(now)
@@ -44,25 +45,25 @@ class Present:
         Raises:
             RuntimeError: If a layer is not the one that was captured, or the model was sharded meanwhile.
         """
+        cut = cut_of(self._model)
+        self.parameters = now = named(self._model, cut)
         if self._flat:
             return False
-        now = named(self._model)
-        self._refuse_sharded()
-        self._refuse_replaced(now)
+        self._refuse_sharded(now)
+        self._refuse_replaced(now, cut)
         self.added = {n for n, p in now.items() if n not in self._first and p.requires_grad}
         changed = {n: now[n] for n, p in self.captured.items() if now[n] is not p and _follows(now[n], p)}
         self.captured |= changed
         return bool(changed)
 
-    def _refuse_sharded(self) -> None:
-        if is_sharded(self._model) and not self._sharded:
+    def _refuse_sharded(self, now: dict[str, nn.Parameter]) -> None:
+        if not self._sharded and (any(isinstance(p, DTensor) for p in now.values()) or is_flat(self._model)):
             raise RuntimeError(
                 "capture: the model was sharded inside the context: its parameters are others now. Shard it first "
                 "(fully_shard, FullyShardedDataParallel, parallelize_module), then open the capture."
             )
 
-    def _refuse_replaced(self, now: dict[str, nn.Parameter]) -> None:
-        cut = cut_of(self._model)
+    def _refuse_replaced(self, now: dict[str, nn.Parameter], cut: dict[int, nn.Parameter]) -> None:
         for layer in self._layers:
             held = {n: _held(layer.module, a) for a, n in layer.names.items()}
             held = {n: cut.get(id(p), p) for n, p in held.items()}

@@ -10,7 +10,7 @@ process alone where no optimizer sees them: in a flat one (FSDP1), with the gath
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,14 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
-def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by canonical name, as optimizers have them: FSDP2 may leave gathered ones in the modules."""
-    cut = cut_of(model)
+def named(model: nn.Module, cut: Mapping[int, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
+    """Parameters by canonical name, as optimizers have them: FSDP2 may leave gathered ones in the modules.
+
+    Args:
+        model: The model.
+        cut: What `cut_of` finds, where it was asked already.
+    """
+    cut = cut_of(model) if cut is None else cut
     return {canonical(name): cut.get(id(p), p) for name, p in model.named_parameters()}
 
 

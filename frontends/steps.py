@@ -93,7 +93,7 @@ class Steps:
 
     def mark(self) -> str:
         """The model's fingerprint now."""
-        return self._marks.now(exact=not self._seen)
+        return self._marks.now(self._present.parameters, exact=not self._seen)
 
 
 class Discards:

@@ -6,7 +6,7 @@ a sharded one, the mean of what processes captured is compared with the slice of
 find the same errors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ class GradientSums:
         for parameter, total in stored(aggregate(GradTree({name: leaf}))).items():
             self._sums[parameter] = self._sums.get(parameter, 0) + total[0]
 
-    def check(self, fresh: Iterable[set[str]], averaging: Averaging | None = None) -> None:
+    def check(self, fresh: Iterable[Set[str]], averaging: Averaging | None = None) -> None:
         """Compare with `.grad`.
 
         Args:

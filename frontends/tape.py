@@ -313,7 +313,7 @@ class Tape:
             ctx = known()
             assert ctx is not None
             if grads[0] is not None:
-                run.notes["log_probs"] = (grads[0], mask)
+                run.notes.log_probs = (grads[0], mask)
             self.arrive(run, call, ctx, grads)
 
         node.register_prehook(arrive)

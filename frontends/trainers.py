@@ -21,6 +21,7 @@ from attrax.core import Examples
 from attrax.frontends.capture import capture
 from attrax.frontends.events import BackwardEvent
 from attrax.frontends.normalization import Declared, Weights, declared_weights
+from attrax.frontends.notes import Notes
 from attrax.frontends.owners import documents, stacked
 from attrax.frontends.storage.sink import Sink as Files
 
@@ -95,7 +96,7 @@ def _accelerator_divisor(accelerator: Any) -> float:
 def _divided(
     loss: Declared, divisor: Callable[[], float], inputs: Mapping[str, Any], examples: int
 ) -> Weights:
-    c, n = declared_weights(loss, {}, inputs, examples, "causal")
+    c, n = declared_weights(loss, Notes(), inputs, examples, "causal")
     return None if c is None else c / divisor(), n
 
 
