@@ -7,11 +7,11 @@ parameters move.
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from attrax.core.transfers import fetched
 from attrax.frontends.fingerprints import Fingerprints
 from attrax.frontends.present import Present
 
@@ -132,20 +132,14 @@ class Leftovers:
     def of(self, names: Iterable[str]) -> list[str]:
         """Which of some parameters had one."""
         there = {n: self._there[n] for n in names if n in self._there}
-        return [n for n, flag in zip(there, _read(list(there.values())), strict=True) if flag]
+        flags = fetched(list(there.values())).tolist()
+        return [n for n, flag in zip(there, flags, strict=True) if flag]
 
 
 def _any(g: Tensor) -> Tensor:
     """Whether this process holds an entry of a gradient that is not zero."""
     g = g.to_local() if isinstance(g, DTensor) else g
     return g.coalesce().values().any() if g.is_sparse else g.any()
-
-
-def _read(flags: list[Tensor]) -> list[bool]:
-    """Flags, read at once if they lie on one device."""
-    if len({flag.device for flag in flags}) > 1:
-        return [bool(flag) for flag in flags]
-    return torch.stack(flags).tolist() if flags else []
 
 
 def _state(parameters: dict[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -24,6 +24,7 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = self.copies = self.bytes = 0
+        self._host: list[Tensor] = []  # what `cpu()` gave: reading it does not wait
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masked = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) and any(
@@ -41,14 +42,18 @@ class Waits(TorchDispatchMode):
             def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 nonlocal inside
                 copies = name == "to" and any(isinstance(a, str) and a == "cpu" for a in args)
-                if inside or (name == "to" and not copies):
+                here = any(x is copy for copy in self._host)
+                if inside or here or (name == "to" and not copies):
                     return plain(x, *args, **kwargs)
                 self.count += not copies
                 self.copies += copies
                 self.bytes += copies * x.nbytes
                 inside = True
                 try:
-                    return plain(x, *args, **kwargs)
+                    if name != "cpu":
+                        return plain(x, *args, **kwargs)
+                    self._host.append(plain(x, *args, **kwargs).clone())
+                    return self._host[-1]
                 finally:
                     inside = False
 
