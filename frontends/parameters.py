@@ -102,13 +102,9 @@ def _plain(name: str, value: object) -> bool:
 
 def _copied(value: Any) -> Any:
     def copied(x: Any) -> Any:
-        return (
-            x.clone()
-            if _plain("", x) and isinstance(x, Tensor)
-            else copy.copy(x)
-            if isinstance(x, _CONTAINERS)
-            else x
-        )
+        if isinstance(x, _CONTAINERS):
+            return copy.copy(x)
+        return x.clone() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) else x
 
     return tree_map(copied, value)
 

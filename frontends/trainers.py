@@ -248,9 +248,8 @@ class Opened:
     def warn_of_resumed(self, done: int) -> None:
         """Training goes on from a checkpoint after some steps; sinks that count from 0 are told of."""
         files = [x for x in self._options.get("sinks", ()) if isinstance(x, Files)]
-        counts = {x._options.steps_done or 0 for x in files}
         recorder = self._options.get("trajectory")
-        counts |= set() if recorder is None else {recorder._done}
+        counts = {x.steps_done for x in [*files, *([] if recorder is None else [recorder])]}
         if wrong := counts - {done}:
             warnings.warn(
                 f"trainer_callback: training begins at step {done} of its checkpoint, and what is stored counts from "

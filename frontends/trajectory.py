@@ -105,12 +105,21 @@ class _Seen:
 
 
 class Recorder:
-    """Assembles steps; made by `record`, driven by a capture."""
+    """Assembles steps; made by `record`, driven by a capture.
+
+    Attributes:
+        steps_done: Steps of the training before the capture's first one.
+    """
 
     def __init__(
-        self, sink: StepSink, parameters: bool, gradients: bool, when: Callable[[int], bool], done: int = 0
+        self,
+        sink: StepSink,
+        parameters: bool,
+        gradients: bool,
+        when: Callable[[int], bool],
+        steps_done: int = 0,
     ) -> None:
-        self._sink, self._when, self._done = sink, when, done
+        self._sink, self._when, self.steps_done = sink, when, steps_done
         self._parameters, self._gradients = parameters, gradients
         self._seen: list[_Seen] = []
         self._used, self._processes = False, 1
@@ -129,7 +138,7 @@ class Recorder:
 
     def wants(self, number: int) -> bool:
         """Whether a step is to be recorded."""
-        return self._when(number + self._done)
+        return self._when(number + self.steps_done)
 
     def before(self, number: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """An optimizer is about to step."""
@@ -166,7 +175,7 @@ class Recorder:
         clip = clip_of(before, after, scale)
         self._used = True
         step = Step(
-            number + self._done,
+            number + self.steps_done,
             {n: rule for part in seen for n, rule in part.optimizers.items() if n in after},
             {n: state for part in seen for n, state in part.states.items() if n in after},
             {n: g for part in seen for n, g in part.gradients.items()},

@@ -164,10 +164,12 @@ class Sink:
         path: Directory of the store.
         run: Run id.
         rank: Rank within the run.
+        steps_done: Steps of the run before the capture's first one.
     """
 
     def __init__(self, path: Path, run: str, rank: int, options: Options) -> None:
         self.path, self.run, self.rank = path, run, rank
+        self.steps_done = options.steps_done or 0
         self._options = options
         self._lock = lock(path, run, rank)
         self._writer = secrets.token_hex(8)
@@ -197,7 +199,7 @@ class Sink:
         if not block_rows(block):
             return
         options = self._options
-        examples = replace(block.examples, step=block.examples.step + (options.steps_done or 0))
+        examples = replace(block.examples, step=block.examples.step + self.steps_done)
         record = record_of(
             replace(block, examples=examples), options.dtype, options.keep_factored, options.columns
         )
