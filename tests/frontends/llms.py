@@ -9,6 +9,8 @@ import transformers
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from .trainers import keep_double
+
 VOCAB = 17
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -25,8 +27,8 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama's norm, eager attention and the models' own losses without their detours by float32."""
-    softmax, single = F.softmax, Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
+    softmax = F.softmax
+    keep_double(monkeypatch)
     monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
     monkeypatch.setattr(LlamaRMSNorm, "forward", _norm)
 

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attrax.core import Block
 from attrax.core.algebra import wide
@@ -95,6 +97,17 @@ def label_losses(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
     )
 
 
+def keep_double(patch: pytest.MonkeyPatch) -> None:
+    """``x.float()`` leaves float64 as it is."""
+    single = Tensor.float
+    patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor, put together from the shards of all processes (FSDP2)."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 Example = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
 
@@ -152,8 +165,9 @@ class Check:
 
     def _compare(self, event: BackwardEvent, calls: list[dict[str, Any]]) -> None:
         assert len(calls) == len(event.blocks) > 0
+        state = {name: whole(x) for name, x in event.model.state_dict().items()}
         for model in (self.twin, self.exact):
-            model.load_state_dict(event.model.state_dict())
+            model.load_state_dict(state)
         rounds = any(p.dtype != torch.float64 for p in event.model.parameters())
         for block, call in zip(event.blocks, calls, strict=True):
             found = block_gradients(block)
@@ -191,7 +205,7 @@ def trained_alike(
     start, _ = train(alone)
     start()
     start, known = train(model)
-    known = {**known, "sinks": [held.blocks.append]}
+    known = {**known, "sinks": [held.blocks.append, *known.get("sinks", ())]}
     known["after_backward"] = [*known.get("after_backward", ()), held.backward]
     with (
         held.listening(model),
