@@ -15,6 +15,7 @@ from attrax.core import Examples
 from attrax.core.source import Visit
 from attrax.frontends.placing import LayoutError
 from attrax.frontends.rows import Batch, pick
+from attrax.frontends.sharding import named
 from attrax.frontends.verify import Misread, autograd_gradients, verify_gradients
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _put_apart(source: "Live", found: Mapping[str, str], error: RuntimeError) ->
 
 def gradients_apart(source: "Live", batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
     """Gradients [B, ...] of some parameters, by autograd of each example by itself."""
-    parameters = {n: p for n, p in source.model.named_parameters() if n in names}
+    parameters = {n: p for n, p in named(source.model).items() if n in names}
     singles = (pick(batch, torch.tensor([i])) for i in range(len(batch["example_ids"])))
     rows = [autograd_gradients(source, single, names) for single in singles]
     return {

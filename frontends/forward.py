@@ -25,6 +25,7 @@ from attrax.frontends.modes import check_mode
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.rows import Batch, for_loss, with_ids
+from attrax.frontends.sharding import named
 from attrax.frontends.tensor_parallel import refuse_parallel
 
 
@@ -105,25 +106,25 @@ def _examples(batch: Batch, loss: Loss, mark: str) -> Examples:
 
 def _directions(model: nn.Module, queries: Block) -> dict[str, Tensor]:
     """Query gradients [Q, ...] by parameter, in the parameter's dtype and place."""
-    named = dict(model.named_parameters())
+    own = named(model)
     given = stored(queries.grads)
-    unknown = sorted(set(given) - set(named))
+    unknown = sorted(set(given) - set(own))
     if unknown:
         raise ValueError(
             f"forward_scores: the queries cover {unknown[:3]}, which the model does not have. Use this model's."
         )
-    return {name: v.to(named[name]).view(-1, *named[name].shape) for name, v in given.items()}
+    return {name: v.to(own[name]).view(-1, *own[name].shape) for name, v in given.items()}
 
 
 def _products(
     model: nn.Module, loss: Loss, batch: Batch, directions: Mapping[str, Tensor], at_once: int
 ) -> Tensor:
     """Derivatives [B, Q] of every example's loss along every direction."""
-    named = dict(model.named_parameters())
-    at = {name: named[name].detach() for name in directions}
+    own = named(model)
+    at = {name: own[name].detach() for name in directions}
 
     def losses(parameters: dict[str, Tensor]) -> Tensor:
-        with replaced(slots(model, {named[n]: p for n, p in parameters.items()})):
+        with replaced(slots(model, {own[n]: p for n, p in parameters.items()})):
             return loss(model, batch)
 
     def along(direction: dict[str, Tensor]) -> Tensor:

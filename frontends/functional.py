@@ -20,6 +20,7 @@ from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.rows import for_loss, pick, with_ids
+from attrax.frontends.sharding import named
 from attrax.frontends.tensor_parallel import refuse_parallel
 
 T = TypeVar("T")
@@ -56,11 +57,11 @@ class Functional:
             yield examples, {n: visit(n, materialized(n, w), examples) for n, w in grads.items()}
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        return {n: p.detach() for n, p in named(self.model).items() if p.requires_grad}
 
     def _at(self, parameters: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        named = dict(self.model.named_parameters())
-        return replaced(slots(self.model, {named[n]: p for n, p in parameters.items()}))
+        own = named(self.model)
+        return replaced(slots(self.model, {own[n]: p for n, p in parameters.items()}))
 
     def _vmapped(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         B = len(batch["example_ids"])

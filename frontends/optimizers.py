@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attrax.core import Optimizer, State, Step
 from attrax.core.optimizers import check_optimizer
 from attrax.frontends.modes import check_sharding
-from attrax.frontends.sharding import Piece, named, part, pieces, whole
+from attrax.frontends.sharding import Piece, canonical, named, part, pieces, whole
 
 Optimizers: TypeAlias = dict[str, Optimizer]
 States: TypeAlias = dict[str, State]
@@ -91,7 +91,7 @@ def read_saved_optimizer(
     0.1
     """
     check_optimizer(kind, "read_saved_optimizer")
-    trained = {n: p for n, p in _inner(model).named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in named(_inner(model)).items() if p.requires_grad}
     found: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if groups is None:
         groups = [g["param_names"] for g in found] if all("param_names" in g for g in found) else [trained]
@@ -118,7 +118,8 @@ def decay_groups(model: nn.Module) -> list[list[str]]:
 
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # pyright: ignore[reportArgumentType]
     names = [n for n, p in model.named_parameters() if p.requires_grad]
-    return [[n for n in names if n in decayed], [n for n in names if n not in decayed]]
+    groups = [[n for n in names if n in decayed], [n for n in names if n not in decayed]]
+    return [[canonical(n) for n in group] for group in groups]
 
 
 def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,10 @@ def in_order(x: Tensor, B: int) -> bool:
     """
     node: Any = x.grad_fn
     while node is not None:
-        rows, size = _picked(node)
+        try:
+            rows, size = _picked(node)
+        except RuntimeError:  # a graph that was freed, and that no backward of this pass goes through
+            return True
         if rows is not None:
             return _one_each(rows, size, B)
         parents = [p for p, _ in node.next_functions if p is not None and p.name() not in _ASIDE]

@@ -24,6 +24,7 @@ from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.retraining import Reduction, loss_terms, step_weights
 from attrax.frontends.rows import Batch, for_loss, with_ids
+from attrax.frontends.sharding import named
 from attrax.frontends.tensor_parallel import refuse_parallel
 
 T = TypeVar("T")
@@ -176,11 +177,11 @@ class Replay:
         return everything if recorded is None else recorded != 0
 
     def _losses(self, parameters: Vectors, batch: Batch, scale: Tensor | None = None) -> Tensor:
-        named = dict(self.model.named_parameters())
+        own = named(self.model)
         with (
             slow_attention(),
             sdpa_kernel(SDPBackend.MATH),
-            replaced(slots(self.model, {named[n]: p for n, p in parameters.items()})),
+            replaced(slots(self.model, {own[n]: p for n, p in parameters.items()})),
         ):
             losses = self.loss(self.model, for_loss(batch, self.loss))
         return losses if scale is None else losses * scale.to(losses)
@@ -285,7 +286,7 @@ def placed(model: nn.Module, values: Vectors) -> Iterator[None]:
     >>> bool((layer.weight == before).all())
     True
     """
-    own = {n: p for n, p in model.named_parameters() if n in values}
+    own = {n: p for n, p in named(model).items() if n in values}
     kept = {n: p.detach().clone() for n, p in own.items()}
     try:
         with torch.no_grad():

@@ -18,11 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-WRAPPED = "_fsdp_wrapped_module"
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+_WRAPPERS = (FullyShardedDataParallel, CheckpointWrapper)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +51,12 @@ class Piece:
 
 
 def canonical(name: str) -> str:
-    """A name of a module or parameter without the wrappers of FSDP1.
+    """A name of a module or parameter without the wrappers of FSDP1 and of activation checkpointing.
 
     >>> canonical("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part != WRAPPED)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def named(model: nn.Module, cut: Mapping[int, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
@@ -94,7 +98,7 @@ def _gathered(model: nn.Module) -> list[Any]:
 def submodules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by canonical path, without wrappers."""
     found = model.named_modules()
-    return {canonical(path): m for path, m in found if not isinstance(m, FullyShardedDataParallel)}
+    return {canonical(path): m for path, m in found if not isinstance(m, _WRAPPERS)}
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
@@ -104,8 +108,10 @@ def sizes(model: nn.Module) -> dict[str, int]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside the wrapper of FSDP1."""
-    return model.module if isinstance(model, FullyShardedDataParallel) else model
+    """The user's own module inside of wrappers."""
+    if isinstance(model, CheckpointWrapper):
+        return unwrapped(model._checkpoint_wrapped_module)
+    return unwrapped(model.module) if isinstance(model, FullyShardedDataParallel) else model
 
 
 def is_flat(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from attrax.core import Examples, GradTree, Leaf, aggregate, stored, take
 from attrax.core.leaves import dtype_of
 from attrax.frontends.randomness import draws, undrawn
 from attrax.frontends.rows import for_loss, pick
+from attrax.frontends.sharding import canonical
 
 if TYPE_CHECKING:
     from attrax.frontends.live import Live
@@ -138,7 +139,7 @@ def autograd_gradients(
         ValueError: If the loss draws random numbers.
     """
     wanted = source.wanted if names is None else names
-    named = {n: p for n, p in source.model.named_parameters() if n in wanted}
+    own = {canonical(n): p for n, p in source.model.named_parameters() if canonical(n) in wanted}
 
     with _borrowed(source.model, set(source.wanted)), torch.compiler.set_stance("force_eager"):
         before = draws(source.model)
@@ -151,7 +152,7 @@ def autograd_gradients(
         if not loss.requires_grad:
             return {}
         try:
-            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            grads = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
             hidden = any(g is None for g in grads)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
@@ -159,8 +160,8 @@ def autograd_gradients(
             hidden = True
         if hidden:
             source.loss(source.model, for_loss(batch, source.loss)).sum().backward()
-            grads = [p.grad for p in named.values()]
-    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(named, grads, strict=True) if g is not None}
+            grads = [p.grad for p in own.values()]
+    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(own, grads, strict=True) if g is not None}
 
 
 @contextlib.contextmanager
@@ -170,7 +171,7 @@ def _borrowed(model: nn.Module, wanted: set[str]) -> Iterator[None]:
     with undrawn(model), torch.inference_mode(False), torch.enable_grad():
         try:
             for name, p in model.named_parameters():
-                p.requires_grad_(p.requires_grad or name in wanted)
+                p.requires_grad_(p.requires_grad or canonical(name) in wanted)
                 p.grad = None
             yield
         finally:

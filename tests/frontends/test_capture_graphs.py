@@ -1,15 +1,18 @@
 """Which autograd graph is which: several passes in one backward, checkpointing, parts of a model, other gradients."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from attrax.core import Block, content_ids
-from attrax.frontends import capture, classification
+from attrax.frontends import capture, classification, live
+from attrax.methods import graddot
 
 from .loops import sum_ce
 from .models import MLP, TinyLM, classes, seeded
@@ -183,6 +186,34 @@ def test_checkpointing_and_selections_inside_it(how, include, blocks, rng):
     for block in blocks:
         assert all(leaf.g.shape[0] == 4 for leaf in block.grads.values())
         assert_gradients(block_gradients(block), right)
+
+
+@pytest.mark.parametrize(
+    ("around", "how"), [("a part", "REENTRANT"), ("a part", "NO_REENTRANT"), ("the model", "NO_REENTRANT")]
+)
+def test_wrappers_of_checkpointing_change_no_name(around, how, blocks, rng):
+    """What accelerate's and OLMo-core's options put around modules."""
+    plain, batch = seeded(MLP), classes(rng)
+    right = one_by_one(plain, batch, CLASSIFY)
+    wrapped = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[how])
+    model = seeded(MLP) if around == "a part" else wrapped(seeded(MLP))
+    if around == "a part":
+        model.second = wrapped(model.second)
+    with capture(model, sinks=[blocks.append], loss="sum", include=r"^[^_]*$"):
+        sum_ce(model, batch).backward()
+    assert_gradients(block_gradients(blocks[0]), right)
+    source, queries = live(model, [batch], CLASSIFY), live(plain, [batch], CLASSIFY)
+    torch.testing.assert_close(graddot(source, queries).values, graddot(queries, queries).values)
+
+
+def test_a_forward_pass_on_what_a_backward_has_freed(blocks, rng):
+    """For a log, with gradients enabled: nothing will be differentiated through the rows that were picked."""
+    model, batch = seeded(MLP), classes(rng)
+    picked = batch["x"].clone().requires_grad_()[torch.arange(4)]
+    with capture(model, sinks=[blocks.append], loss="sum", ids=lambda inputs: list("abcd")):
+        model(picked).sum().backward()
+        model(picked)
+    assert len(blocks) == 1
 
 
 def test_two_checkpointed_passes_in_one_backward(blocks, rng):
