@@ -24,7 +24,7 @@ from attrax.core import (
     targeted,
     transformed,
 )
-from attrax.core.directions import directed
+from attrax.core.directions import directed, touched
 from attrax.frontends import (
     Directions,
     StepEvent,
@@ -224,6 +224,35 @@ def test_rows_that_a_leaf_does_not_tell_are_refused() -> None:
         directed(rules, states)("emb.weight", replace(leaf, sparse=False))
 
 
+class Tagger(nn.Module):
+    """A label for every position, which no other position has a part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.out = nn.Embedding(V, 4, padding_idx=PAD, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.emb(x)))
+
+
+@pytest.mark.parametrize(
+    "owners", [torch.tensor([0, 1, 0]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, -1], [2, 2, 2, 2]])]
+)
+def test_examples_of_several_rows_or_of_parts_of_rows_touch_their_own_ids(owners: Tensor) -> None:
+    """Row 0 of the vocabulary, which padding could be taken for, is looked up by nobody."""
+    x = torch.tensor([[1, 3, PAD, 4], [5, 5, 6, 6], [7, 1, 8, 3]])
+    blocks: list[Block] = []
+    model = seeded(Tagger)
+    how: dict[str, Any] = {"examples": lambda inputs, rows: owners, "loss": "sum"}
+    with capture(model, sinks=[blocks.append], verify=False, **how):
+        model(x).sum().backward()
+    rows = touched(blocks[0].grads["emb.weight"])
+    assert rows is not None
+    each = owners if owners.ndim == 2 else owners[:, None].expand(x.shape)
+    expected = [set(x[each == k].tolist()) - {PAD} for k in range(len(rows))]
+    assert [set(row.nonzero().flatten().tolist()) for row in rows] == expected
+
+
 # Recorded runs.
 
 
@@ -238,8 +267,8 @@ def recorded(folder: Path, batches: list[Batch], accumulate: int = 1) -> tuple[A
 
 
 def replayed(now: Step, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    touched = now.touched.get(name)
-    return step(now.optimizers[name], now.parameters[name], now.gradients[name], now.states[name], touched)
+    rows = now.touched.get(name)
+    return step(now.optimizers[name], now.parameters[name], now.gradients[name], now.states[name], rows)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

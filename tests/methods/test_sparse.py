@@ -117,7 +117,7 @@ def test_steps_are_trained_again_with_the_rows_that_they_touched(run: Run) -> No
 def test_influence_seen_through_masks(run: Run) -> None:
     """Of all coordinates, in another order: the same."""
     whole = trajectory_influence(run.trajectory, run.query)
-    masked = trajectory_influence(run.trajectory, run.query, masks=[Mask(1.0, scale="none")])
+    masked = trajectory_influence(run.trajectory, run.query, masks=[Mask(1000, scale="none")])
     assert_same(masked.values, whole.values, 1e-10)
 
 
