@@ -54,15 +54,18 @@ def directed(
         if name not in optimizers:
             raise ValueError(f"directed: no optimizer moves parameter '{name}'; leave its layer out.")
         rule = optimizers[name]
+        rows = _known_rows(leaf) if rule.sparse else None
         at_once = max(1, _AT_ONCE // max(1, g[:1].numel()))
         pieces = g.split(at_once)
-        looked = _known_rows(leaf) if rule.sparse else None
-        rows = [None] * len(pieces) if looked is None else looked.split(at_once)
-        return torch.cat([of(rule, piece, state, at) for piece, at in zip(pieces, rows, strict=True)])
-
-    def of(rule: Optimizer, g: Tensor, state: State, rows: Touched | None) -> Tensor:
-        found, _ = direction(rule, g, state, rows)
-        return found - direction(rule, torch.zeros_like(g), state, rows)[0] if centered else found
+        own = [None] * len(pieces) if rows is None else rows.split(at_once)
+        found = torch.cat(
+            [direction(rule, piece, state, at)[0] for piece, at in zip(pieces, own, strict=True)]
+        )
+        if not centered:
+            return found
+        every = None if rows is None else rows.new_ones(rows.shape[1])
+        origin, _ = direction(rule, g.new_zeros(g.shape[1:]), state, every)
+        return found - (origin if rows is None else origin * rows.unsqueeze(-1))
 
     def run(name: str, leaf: Leaf) -> Leaf:
         if leaf.basis:
