@@ -122,10 +122,11 @@ def _derivatives(record: Step, name: str, device: torch.device) -> dict[str, dic
     recorded = record.states.get(name, {})
     moving = {k: x.to(g) for k, x in recorded.items() if _is_moment(k, x, g)}
     fixed = {k: x for k, x in recorded.items() if k not in moving}
+    rows = record.touched.get(name)
 
     def move(operands: dict[str, Tensor]) -> dict[str, Tensor]:
         state = {k: operands[k] for k in moving} | fixed
-        moved, after = step(record.optimizers[name], operands[_THETA], operands[_GRADIENT], state)
+        moved, after = step(record.optimizers[name], operands[_THETA], operands[_GRADIENT], state, rows)
         return {_THETA: moved, **{k: x for k, x in after.items() if _is_moment(k, x, g)}}
 
     results, back, *_ = vjp(move, {_THETA: theta, _GRADIENT: g, **moving})

@@ -71,7 +71,16 @@ def zeros_like(leaf: T, examples: int) -> T:
     >>> zeros_like(diagonal("b", torch.ones(4, 2, 1), torch.ones(4, 2, 3)), 1).g.sum()
     tensor(0.)
     """
-    return tree_map(lambda x: x.new_zeros(examples, *x.shape[1:]), leaf)
+    return tree_map(lambda x: x.new_full((examples, *x.shape[1:]), nothing(x)), leaf)
+
+
+def nothing(x: Tensor) -> int:
+    """What an array of a leaf holds in rows that an example does not have: zeros, and no ids.
+
+    >>> nothing(torch.ones(1)), nothing(torch.ones(1, dtype=torch.long))
+    (0, -1)
+    """
+    return 0 if x.is_floating_point() else -1
 
 
 def pad_rows(leaf: T, rows: int) -> T:
@@ -101,7 +110,8 @@ def _lay_out(leaf: T, calls: int, positions: int) -> T:
 
     def pad(x: Tensor) -> Tensor:
         padding = [0] * 2 * (x.ndim - axis - 1) + missing
-        return functional.pad(x.unflatten(axis, now), padding).flatten(axis, axis + 1)
+        laid_out = functional.pad(x.unflatten(axis, now), padding, value=nothing(x))
+        return laid_out.flatten(axis, axis + 1)
 
     return replace(tree_map(pad, leaf), calls=calls)
 
@@ -120,14 +130,15 @@ def first_rows(leaf: T, length: int) -> T:
 
 
 def trim_rows(leaf: T) -> T:
-    """Drop the trailing rows in which `g` is zero for every example.  Reads the data (one host sync a leaf)."""
+    """Drop the trailing rows that are nothing for every example.  Reads the data (one host sync a leaf)."""
     if isinstance(leaf, Materialized):
         return leaf
     if isinstance(leaf, Sum):
         return replace(leaf, uses=tuple(trim_rows(use) for use in leaf.uses))
     if leaf.calls != 1:
         return leaf
-    used = (leaf.g != 0).any(-1).flatten(0, -2).any(0).nonzero()
+    there = leaf.ids >= 0 if isinstance(leaf, Lookup) and leaf.sparse else (leaf.g != 0).any(-1)
+    used = there.flatten(0, -2).any(0).nonzero()
     return first_rows(leaf, int(used[-1]) + 1 if len(used) else 1)
 
 

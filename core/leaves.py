@@ -11,7 +11,7 @@ stated multiple of it), but rarely stores that tensor:
     Sum           G_b = sum of the above              one weight used in several ways (tied embedding and head)
 
 Letters: B examples, T rows (positions) of an example, Ni input width, No output width, V vocabulary, E embedding
-width, U groups.  Rows beyond an example's length are zero in `g` and therefore change nothing.
+width, U groups.  Rows beyond an example's length are zero in `g` and therefore change nothing; their id is -1, none.
 
 `parts` lists the parameters a leaf covers.  Layers fed by the *same* input (query/key/value, gate/up) are one
 Factorized leaf: one `a`, their `g` stacked along the output axis, one `Part` each.  With `bias=True` a constant
@@ -74,7 +74,11 @@ class Factorized:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lookup:
-    """G_b = sum_t onehot(ids_bt) g_bt^T, a [V, E] gradient with V = `rows`; `g` [B, T, E], `ids` [B, T]."""
+    """G_b = sum_t onehot(ids_bt) g_bt^T, a [V, E] gradient with V = `rows`; `g` [B, T, E], `ids` [B, T].
+
+    `sparse`: the optimizer is told which entries of the vocabulary an example touches, with whatever gradient, so that
+    ids count where `g` is zero too.
+    """
 
     ids: Int[Tensor, "B T"]
     g: Float[Tensor, "B T E"]
@@ -82,6 +86,7 @@ class Lookup:
     rows: int
     calls: int = 1
     basis: str = ""
+    sparse: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -142,7 +147,7 @@ class Sum:
 Leaf: TypeAlias = Factorized | Lookup | Diagonal | Grouped | Materialized | Sum
 
 register_value(Factorized, arrays=("a", "g"), static=("parts", "bias", "calls", "basis"))
-register_value(Lookup, arrays=("ids", "g"), static=("parts", "rows", "calls", "basis"))
+register_value(Lookup, arrays=("ids", "g"), static=("parts", "rows", "calls", "basis", "sparse"))
 register_value(Diagonal, arrays=("x", "g"), static=("parts", "calls", "basis"))
 register_value(Grouped, arrays=("a", "g"), static=("parts", "calls", "basis", "positions"))
 register_value(Materialized, arrays=("w",), static=("parts", "bias", "basis"))

@@ -16,6 +16,7 @@ where torch's own expression has an infinite derivative (a root at zero), it is 
     adadelta  s' = rho s + (1 - rho) g^2                           D = g sqrt(acc + eps) / sqrt(s' + eps)
     rprop     step sizes grow while signs agree                    D = sign(g) step' / lr
     asgd                                                           D = g eta / lr
+    sparseadam  as adam, at touched rows only (`Touched`)          D = sqrt(b2) / b1 * m' / (sqrt(v') + eps)
 
 "less" is the Adam variant of the code released with LESS (Xia et al. 2024): m' / sqrt(v' + eps), no bias correction.
 """
@@ -31,6 +32,8 @@ from attrax.core.algebra import wide
 Hyper: TypeAlias = Mapping[str, float]
 State: TypeAlias = Mapping[str, Tensor]
 After: TypeAlias = tuple[Tensor, dict[str, Tensor]]
+Touched: TypeAlias = Tensor
+"""Which rows of a parameter a sparse gradient holds, Boolean [V], or [B, V] of examples; also those that are zero."""
 Rule: TypeAlias = Callable[[Hyper, Tensor, State], After]
 
 
@@ -148,6 +151,31 @@ def asgd(h: Hyper, g: Tensor, state: State) -> After:
     return D, {"step": count, "eta": after.to(eta.dtype)}
 
 
+def sparse_adam(h: Hyper, g: Tensor, state: State) -> After:
+    """SparseAdam at the rows that its gradient touches; see `still` for the others."""
+    after = _moments(h, g, state)
+    b1, b2 = _corrections(h, after["step"], g)
+    return b2.sqrt() / b1 * after["exp_avg"] / (root(after["exp_avg_sq"]) + h["eps"]), after
+
+
+def still(D: Tensor, after: State, state: State, touched: Touched) -> After:
+    """A step that leaves rows which its gradient does not touch as they were, moments included.
+
+    Args:
+        D: Update direction, as if all rows were touched.
+        after: State after it, likewise.
+        state: State before the step.
+        touched: The rows that the gradient touches.
+
+    >>> D, after = still(torch.ones(2, 1), {"m": torch.ones(2, 1)}, {}, torch.tensor([True, False]))
+    >>> D.flatten(), after["m"].flatten()
+    (tensor([1., 0.]), tensor([1., 0.]))
+    """
+    at = touched.to(D.device).reshape(*touched.shape, *[1] * (D.ndim - touched.ndim))
+    kept = {k: torch.where(at, x, _from(state, k, D)) if x.ndim else x for k, x in after.items()}
+    return torch.where(at, D, torch.zeros_like(D)), kept
+
+
 def _moments(h: Hyper, g: Tensor, state: State) -> dict[str, Tensor]:
     """Both moments and the step count after the step."""
     m = h["beta1"] * _from(state, "exp_avg", g) + (1 - h["beta1"]) * g
@@ -206,6 +234,7 @@ RULES: Mapping[str, Rule] = {
     "rprop": rprop,
     "asgd": asgd,
     "less": less,
+    "sparseadam": sparse_adam,
 }
 """Update rules by optimizer."""
 
@@ -213,6 +242,5 @@ REFUSED: Mapping[str, str] = {
     "adafactor": "it divides by row and column means of whole matrices",
     "muon": "it orthogonalizes whole matrices",
     "lbfgs": "it moves along directions built from all parameters at once",
-    "sparseadam": "it moves only the rows that a sparse gradient touches, which a dense gradient does not tell",
 }
 """Optimizers of `torch.optim` that do not act coordinate by coordinate, and why."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attrax.core.optimizer_rules import REFUSED, RULES
+from attrax.core.optimizer_rules import REFUSED, RULES, Touched, still
 from attrax.core.optimizer_rules import State as State
 
 
@@ -48,6 +48,11 @@ class Optimizer:
         return 0.0 if self._decoupled else self.hyper.get("weight_decay", 0.0)
 
     @property
+    def sparse(self) -> bool:
+        """Whether a step depends on which rows a sparse gradient touches, not on its values alone."""
+        return self.kind == "sparseadam"
+
+    @property
     def _decoupled(self) -> bool:
         return self.kind == "adamw" or bool(self.hyper.get("decoupled_weight_decay", 0.0))
 
@@ -63,7 +68,9 @@ def check_optimizer(kind: str, operation: str) -> None:
         raise ValueError(f"{operation}: optimizer '{kind}': {why}. Optimizers with a rule: {sorted(RULES)}.")
 
 
-def direction(optimizer: Optimizer, g: Tensor, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+def direction(
+    optimizer: Optimizer, g: Tensor, state: State, touched: Touched | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The update direction of a gradient, and the state after it.
 
     Args:
@@ -71,12 +78,13 @@ def direction(optimizer: Optimizer, g: Tensor, state: State) -> tuple[Tensor, di
         g: Gradient, any shape; coupled weight decay is not added here (see `step`).  A leading axis of examples, which
             the state does not have, is broadcast over.
         state: State before the step, by torch's names; empty before the first step.
+        touched: Rows that a sparse gradient touches [V], of examples [B, V]; needed by SparseAdam, ignored by others.
 
     Returns:
         ``(D, state')`` with D shaped as `g`.
 
     Raises:
-        ValueError: If the optimizer is not coordinate-wise or not known.
+        ValueError: If the optimizer is not coordinate-wise or not known, or rows that are needed are not.
 
     >>> adam = Optimizer("adam", {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 0.0})
     >>> D, state = direction(adam, torch.tensor([3.0, -0.5]), {})
@@ -84,10 +92,20 @@ def direction(optimizer: Optimizer, g: Tensor, state: State) -> tuple[Tensor, di
     (tensor([ 1., -1.]), tensor(1.))
     """
     check_optimizer(optimizer.kind, "direction")
-    return RULES[optimizer.kind](optimizer.hyper, -g if optimizer.hyper.get("maximize") else g, state)
+    D, after = RULES[optimizer.kind](optimizer.hyper, -g if optimizer.hyper.get("maximize") else g, state)
+    if not optimizer.sparse:
+        return D, after
+    if touched is None:
+        raise ValueError(
+            "direction: SparseAdam moves only the rows that its sparse gradient touches, and it is unknown which these "
+            "are. Record its steps with attrax.record, or give Step(..., touched={parameter: rows})."
+        )
+    return still(D, after, state, touched)
 
 
-def step(optimizer: Optimizer, theta: Tensor, g: Tensor, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    optimizer: Optimizer, theta: Tensor, g: Tensor, state: State, touched: Touched | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """One optimizer step: the parameter and the state after it.
 
     Args:
@@ -95,19 +113,20 @@ def step(optimizer: Optimizer, theta: Tensor, g: Tensor, state: State) -> tuple[
         theta: Parameter before the step.
         g: Gradient that the optimizer consumes, without coupled weight decay.
         state: State before the step.
+        touched: See `direction`.
 
     Returns:
         ``(theta', state')``.
 
     Raises:
-        ValueError: If the optimizer is not coordinate-wise or not known.
+        ValueError: As `direction`.
 
     >>> sgd = Optimizer("sgd", {"lr": 0.5, "weight_decay": 0.1})
     >>> step(sgd, torch.tensor([2.0]), torch.tensor([1.0]), {})
     (tensor([1.4000]), {})
     """
     coupled = optimizer.coupled * (-1 if optimizer.hyper.get("maximize") else 1)
-    D, after = direction(optimizer, g + coupled * theta if coupled else g, state)
+    D, after = direction(optimizer, g + coupled * theta if coupled else g, state, touched)
     return (shrinkage(optimizer, state) * theta - optimizer.lr * D).to(theta.dtype), after
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from attrax.core.algebra import nothing
 from attrax.core.leaves import Diagonal, Factorized, Grouped, Leaf, Lookup, Materialized, Sum, batch_size
 from attrax.core.schema import Form, form_of, rows_first
 
@@ -48,7 +49,7 @@ _LONG = 2**15  # bytes from which on a piece of its own costs less than a copy
 
 
 def pack(leaf: Leaf, memory: Memory | None = uninitialized, form: Form | None = None) -> Packed:
-    """Drop each example's trailing rows of zero g and lay the rest end to end.
+    """Drop each example's trailing rows of zero g (and no id, where ids count) and lay the rest end to end.
 
     Args:
         leaf: The leaf, on the CPU.
@@ -103,7 +104,7 @@ def _by_call(leaf: Rows, name: str) -> Shaped[Tensor, "B calls T *_"]:
 
 
 def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
-    """Rows of every call of an example up to the last one in which g is not zero.
+    """Rows of every call of an example up to the last one in which g is not zero (or that has an id, where ids count).
 
     Looks from the end, ever further back, until every example has such a row.
 
@@ -112,6 +113,8 @@ def row_lengths(leaf: Rows) -> Int[np.ndarray, " B"]:
     array([2, 0])
     """
     g = _by_call(leaf, "g")
+    if isinstance(leaf, Lookup) and leaf.sparse:
+        g = (_by_call(leaf, "ids") >= 0).unsqueeze(-1)
     lengths, stop, many = np.zeros(len(g), np.int64), g.shape[2], 1
     while stop and not lengths.all():
         start = max(0, stop - many)
@@ -157,7 +160,14 @@ def unpack(packed: Packed) -> Leaf:
         case "Sum":
             return Sum(tuple(unpack(use) for use in packed.uses), form.parts, form.basis)
         case "Lookup":
-            return Lookup(**rows, parts=form.parts, rows=form.rows, calls=form.calls, basis=form.basis)
+            return Lookup(
+                **rows,
+                parts=form.parts,
+                rows=form.rows,
+                calls=form.calls,
+                basis=form.basis,
+                sparse=form.sparse,
+            )
         case "Diagonal":
             return Diagonal(**rows, parts=form.parts, calls=form.calls, basis=form.basis)
         case "Grouped":
@@ -176,7 +186,7 @@ def _padded(x: Tensor, counts: np.ndarray, calls: int) -> Tensor:
     if x.shape[0] == shape[0] * shape[1]:
         return x.reshape(shape)
     keep = (np.arange(longest) < (counts // calls)[:, None])[:, None].repeat(calls, 1)
-    out = x.new_zeros(shape)
+    out = x.new_full(shape, nothing(x))
     out[torch.from_numpy(keep.reshape(shape[:2]))] = x
     return out
 

@@ -33,7 +33,8 @@ A slab is made of stretches, which can be read alone.  A stretch begins and ends
 the leaf that makes it 4 MiB or longer, or the last one.  It has a piece for each 256 KiB of it, the last one for what
 remains.
 
-The trailing rows in which an example's g is zero are not stored (with several calls: those of every call).
+An id is -1 where a row has none.  The trailing rows in which an example's g is zero are not stored (with several calls:
+those of every call); of a sparse Lookup, those without an id.
 """
 
 import json
@@ -69,7 +70,7 @@ ARRAYS: Mapping[str, tuple[str, ...]] = {
 """Names of the arrays of each kind of leaf."""
 _STATIC: Mapping[str, tuple[str, ...]] = {
     "Factorized": ("bias", "calls"),
-    "Lookup": ("calls", "rows"),
+    "Lookup": ("calls", "rows", "sparse"),
     "Diagonal": ("calls",),
     "Grouped": ("calls", "positions"),
     "Materialized": ("bias",),
@@ -102,6 +103,7 @@ class Form:
         rows: Vocabulary size of a `Lookup`.
         positions: See `Grouped`.
         uses: Forms of the uses of a `Sum`.
+        sparse: See `Lookup`.
     """
 
     kind: str
@@ -113,6 +115,7 @@ class Form:
     rows: int = 0
     positions: bool = True
     uses: tuple["Form", ...] = ()
+    sparse: bool = False
 
     def __str__(self) -> str:
         inner = " + ".join(map(str, self.uses)) or ", ".join(map(str, self.arrays))
@@ -238,6 +241,7 @@ def form_from_json(value: Mapping[str, Any]) -> Form:
             rows=int(value["rows"]),
             positions=bool(value.get("positions", True)),
             uses=tuple(form_from_json(use) for use in value["uses"]),
+            sparse=bool(value.get("sparse", False)),
         )
         valid = _is_valid(form)
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -42,7 +42,8 @@ def terms(leaf: Leaf, dtype: torch.dtype) -> tuple[Term, ...]:
             a = with_bias_column(leaf.a.to(dtype), leaf.bias)
             return ((Operand("bto", leaf.g.to(dtype)), Operand("bti", a)),)
         case Lookup():
-            return ((Operand("bto", OneHot(leaf.ids, leaf.rows, dtype)), Operand("bti", leaf.g.to(dtype))),)
+            hot = OneHot(leaf.ids.clamp_min(0), leaf.rows, dtype)
+            return ((Operand("bto", hot), Operand("bti", leaf.g.to(dtype))),)
         case Diagonal():
             g = Operand("bti", leaf.g.to(dtype))
             if leaf.x.shape[-1] == 1 != leaf.g.shape[-1]:

@@ -43,6 +43,7 @@ class Step:
         share: What the examples' captured gradients are to be multiplied with so that their sum over the step is the
             gradient before clipping: 1 / (loss scale * processes).
         unused: Blocks of the step (`Examples.micro`) whose gradients were thrown away before any optimizer used them.
+        touched: Rows that sparse gradients hold, Boolean [V] by parameter; SparseAdam moves no others.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Step:
     clip: Clip | None = None
     share: float = 1.0
     unused: tuple[int, ...] = ()
+    touched: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attrax.core import Leaf
 from attrax.core.factorization import Rule
-from attrax.frontends.layout import EXAMPLES, SHARED, Layout, fold, regrouped, shared
+from attrax.frontends.layout import EXAMPLES, SHARED, Layout, fold, regrouped_rows, shared
 from attrax.frontends.parameters import own_buffers
 from attrax.frontends.passes import Extent, bind
 from attrax.frontends.recompute import Moment, Recorded, tapped, without_tensors
@@ -89,7 +89,7 @@ def _units(x: Tensor, layout: Layout, extent: Extent, lead: int, rule: Rule) -> 
     if layout not in (EXAMPLES, SHARED) and x.shape[0] == lead:
         x = layout.units(x, rows)
         x = x.unflatten(0, (rows, -1)) if rule.rows and x.shape[0] != rows else x
-    return x if extent.packed is None else regrouped(x, extent.packed)
+    return x if extent.packed is None else regrouped_rows(x, extent.packed)
 
 
 def packs(rule: Rule, layout: Layout, x: Tensor, extent: Extent) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attrax.core import Leaf
+from attrax.core.algebra import nothing
 from attrax.core.leaves import Materialized, Sum
 from attrax.core.pytree import tree_map
 
@@ -257,3 +258,8 @@ def regrouped(x: Tensor, packed: Packing) -> Tensor:
     """Positions of packed sequences [R, T, ...] as those of examples [E, L, ...]; what an example lacks is zero."""
     each = x.flatten(0, 1)[packed.index]
     return each * packed.valid.reshape(*packed.valid.shape, *[1] * (each.ndim - 2)).to(each.dtype)
+
+
+def regrouped_rows(x: Tensor, packed: Packing) -> Tensor:
+    """The same of an array of a leaf, in which an id that an example lacks is -1."""
+    return regrouped(x - nothing(x), packed) + nothing(x) if nothing(x) else regrouped(x, packed)

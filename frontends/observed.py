@@ -15,6 +15,7 @@ from attrax.core import Clip
 from attrax.core.algebra import wide
 from attrax.core.transfers import fetched
 from attrax.frontends.sharding import Piece, added_up, gradients, named, pieces, whole
+from attrax.frontends.sparse import rows_of
 from attrax.frontends.sums import several_processes
 from attrax.frontends.tensor_parallel import parallel_mesh
 
@@ -49,6 +50,16 @@ def consumed(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Te
     cuts, scale = _cuts(model), getattr(optimizer, "grad_scale", None)
     found = {n: dense(g, cuts.get(n)) for n, g in gradients(model).items() if n in own}
     return found if scale is None else {n: g / scale.to(g.device) for n, g in found.items()}
+
+
+def touched(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Rows that the sparse gradients of an optimizer's parameters hold, Boolean [V], by name; also those of zeros."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        n: rows_of(p.grad)
+        for n, p in named(model).items()
+        if id(p) in held and p.grad is not None and p.grad.is_sparse
+    }
 
 
 def _cuts(model: nn.Module) -> dict[str, Piece]:

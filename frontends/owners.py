@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attrax.core import Leaf, content_ids, tree_map
 from attrax.core.leaves import Materialized, Sum
-from attrax.frontends.layout import Packing, packing, regrouped
+from attrax.frontends.layout import Packing, packing, regrouped, regrouped_rows
 from attrax.frontends.passes import Pass
 from attrax.frontends.rows import POSITIONAL
 
@@ -114,7 +114,7 @@ def together(leaf: Leaf, packed: Packing) -> Leaf:
 
 def _grouped(x: Tensor, packed: Packing) -> Tensor:
     at = Packing(packed.index.to(x.device), packed.valid.to(x.device), packed.length)
-    return regrouped(x.unsqueeze(1), at)
+    return regrouped_rows(x.unsqueeze(1), at)
 
 
 def pass_ids(run: Pass) -> Sequence[str]:

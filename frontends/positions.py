@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attrax.core import Examples, Leaf, Source
+from attrax.core.algebra import nothing
 from attrax.core.leaves import Diagonal, Factorized, Grouped, Lookup, Materialized, Sum
 from attrax.core.source import Visit
 
@@ -83,7 +84,7 @@ def _split(name: str, leaf: Leaf, width: int) -> Leaf:
     def rows(x: Tensor, calls: int) -> Tensor:
         B, length = x.shape[0], x.shape[1] // calls
         x = x.unflatten(1, (calls, length))[:, :, :width]
-        padding = x.new_zeros(B, calls, width - x.shape[2], *x.shape[3:])
+        padding = x.new_full((B, calls, width - x.shape[2], *x.shape[3:]), nothing(x))
         return torch.cat([x, padding], 2).transpose(1, 2).flatten(0, 1)
 
     _check_positions(name, leaf, width)

@@ -8,6 +8,9 @@ holds ``sum_i G_i`` and whatever else adds to it: earlier backwards of the step,
 with r = 1: what is not of these examples stays as it is.  Only a mean over several backwards has another r: the ratio
 of its phi to the one that earlier backwards of the step were given.  The sum runs over the examples whose weight is not
 zero: half of the cost of a weight gradient where half of a batch is dropped and nothing is normalized again.
+
+A sparse gradient (an embedding's) also tells the optimizer which rows it may move: those that only dropped examples
+look up are taken out of it, and those that kept ones do stay, whatever their gradient is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +36,7 @@ from attrax.frontends.sharding import (
     pieces,
     unreduced,
 )
+from attrax.frontends.sparse import rows_of
 
 
 def factor(total: float, dropped: float) -> float:
@@ -133,11 +137,19 @@ def change(
     parameters: Mapping[str, Tensor],
     added: Mapping[str, Tensor],
     scale: Mapping[str, float],
+    gone: Mapping[str, Tensor],
 ) -> None:
     """``.grad <- scale * .grad + mean over processes of added``, computed in float32 or better.
 
     While gradients are pending, what this process adds goes to its own.  Every process of replicated or sharded
     training must call it, with the same parameters in the same order.
+
+    Args:
+        event: The backward.
+        parameters: The parameters that are changed.
+        added: What is added, by parameter.
+        scale: What `.grad` is multiplied by before, by parameter.
+        gone: Rows [V] that sparse gradients lose, by parameter.
 
     Raises:
         RuntimeError: If `.grad` has another shape than its parameter's gradient.
@@ -163,8 +175,10 @@ def change(
                 own = torch.zeros(grad.shape, dtype=wide(grad.dtype), device=grad.device)
             own = mean_slice(own, grad) if isinstance(grad, DTensor) else _mean(own, mean)
             grad = grad.to_local() if isinstance(grad, DTensor) else grad
-        if own is not None:
-            _write(p, grad, own, r)
+        if own is not None and grad.is_sparse:
+            p.grad = _sparse(grad, own, r, gone.get(name))
+        elif own is not None:
+            _write(grad, own, r)
         elif r != 1:
             grad.mul_(r)
 
@@ -188,10 +202,15 @@ def mean_slice(own: Tensor, grad: DTensor) -> Tensor:
     return total.redistribute(placements=grad.placements).to_local() / mesh.size()
 
 
-def _write(p: Tensor, grad: Tensor, own: Tensor, r: float) -> None:
-    if grad.is_sparse:
-        p.grad = (grad.to_dense() * r + own).to_sparse(grad.sparse_dim())
-    elif grad.dtype == own.dtype:
+def _sparse(grad: Tensor, own: Tensor, r: float, gone: Tensor | None) -> Tensor:
+    rows = rows_of(grad) if gone is None else rows_of(grad) & ~gone
+    index = rows.nonzero().flatten()
+    values = (grad.to_dense() * r + own)[index].to(grad.dtype)
+    return torch.sparse_coo_tensor(index.unsqueeze(0), values, grad.shape, check_invariants=False)
+
+
+def _write(grad: Tensor, own: Tensor, r: float) -> None:
+    if grad.dtype == own.dtype:
         grad.mul_(r).add_(own) if r != 1 else grad.add_(own)
     else:
         grad.copy_(grad.to(own.dtype) * r + own)

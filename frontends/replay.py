@@ -20,6 +20,7 @@ from attrax.core.trajectory import Step, Trajectory
 from attrax.frontends.live import live
 from attrax.frontends.losses import Loss
 from attrax.frontends.modes import check_mode
+from attrax.frontends.observed import dense
 from attrax.frontends.parameters import replaced, slots
 from attrax.frontends.recompute import slow_attention
 from attrax.frontends.retraining import Reduction, loss_terms, step_weights
@@ -64,7 +65,7 @@ class Replay:
             loss = self._losses(leaves, batch, examples.weight).sum()
             grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
             for name, g in zip(leaves, grads, strict=True):
-                total[name] = total[name] + g if name in total else g
+                total[name] = total[name] + dense(g) if name in total else dense(g)
         return total
 
     def pull(

@@ -139,7 +139,8 @@ def loss_terms(batch: Batch, loss: Loss) -> Tensor:
 
 def clipped(model: nn.Module, max_norm: float | None) -> Clip:
     """Clip the gradients of a model in place, as `torch.nn.utils.clip_grad_norm_`, and say by how much."""
-    norm = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = float(nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads]))
     if max_norm is None:
         return Clip(1.0, norm)
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -33,6 +33,7 @@ from attrax.core import (
     unstack,
 )
 from attrax.core.algebra import wide
+from attrax.core.directions import touched
 from attrax.core.leaves import batch_size, dtype_of
 from attrax.core.products import plan_leaf
 from attrax.core.scores import SIGN
@@ -137,6 +138,7 @@ def select(
     layer_of = _module if scope == "layer" else lambda _: ""
     target_gradient = _following(target, loss or causal_lm())
     window: Window = {}
+    looked: dict[str, Tensor] = {}
     warned = False
 
     def run(event: BackwardEvent) -> None:
@@ -145,6 +147,7 @@ def select(
         warned = warned or _warn_of_gaps(event)
         if event.first:
             window.clear()
+            looked.clear()
         captured = {c.parameter for c in event.capture.coverage.captured}
         parameters = {n: p for n, p in named(event.model).items() if n in captured}
         layers = sorted({layer_of(n) for n in captured})
@@ -165,7 +168,8 @@ def select(
                     for parameter, total in weighted(leaf, own[name] - r[layer_of(name)]).items():
                         added[parameter] = added[parameter] + total if parameter in added else total
             earlier = {n: r[layer_of(n)] for n in parameters}
-            change(event, parameters, added, earlier)
+            gone = _gone(event, parameters, batches, shares, looked)
+            change(event, parameters, added, earlier, gone)
             event.weighed(shares, earlier)
 
     return run
@@ -303,6 +307,35 @@ def _ready(leaves: Leaves, query: Leaves, hardware: Hardware) -> Leaves:
         if scoring + build / 2 > build and spent + size <= hardware.memory:
             out[name], spent = materialize_leaf(leaf, hardware=hardware), spent + size
     return out
+
+
+def _gone(
+    event: BackwardEvent,
+    parameters: Mapping[str, Tensor],
+    batches: Sequence[Leaves],
+    shares: Sequence[Mapping[str, Tensor]],
+    looked: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Rows [V] of sparse gradients that dropped examples alone look up; `looked` has those of the step's kept ones.
+
+    A layer whose leaf does not tell the rows (see `attrax.core.directions.touched`) loses none.
+    """
+    found: dict[str, Tensor] = {}
+    over = [] if is_pending(event) else groups(event, parameters)
+    for name, p in parameters.items():
+        if p.grad is None or not p.grad.is_sparse:
+            continue
+        dropped = torch.zeros(p.shape[0], dtype=torch.bool, device=p.device)
+        kept = looked.setdefault(name, dropped.clone())
+        for leaves, share in zip(batches, shares, strict=True):
+            rows = touched(leaves[name]) if name in leaves else None
+            if rows is not None:
+                used = share[name].to(rows.device) != 0
+                kept |= rows[used].any(0)
+                dropped |= rows[~used].any(0)
+        dropped, stay = (summed(rows.long(), over) > 0 for rows in (dropped, kept))
+        found[name] = dropped & ~stay
+    return found
 
 
 def _decide(

@@ -7,6 +7,7 @@
                           names of arrays without axes, which are kept as one element)
         value             the parameter before the step, if recorded
         gradient          the gradient that the optimizer uses, if recorded
+        touched           the rows that it holds, if it is sparse
         state/<name>      the optimizer's state before the step, by torch's names
 
 Arrays are dense, of their own dtype, and have an attribute xxh3: the XXH3-64 of their bytes.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import torch
 from torch import Tensor
 
 from attrax.core import Clip, Optimizer, Step
@@ -91,6 +93,7 @@ def _write(file: h5py.File, step: Step) -> None:
         tensors = {f"state/{key}": x for key, x in step.states.get(name, {}).items()}
         tensors |= {"value": step.parameters[name]} if name in step.parameters else {}
         tensors |= {"gradient": step.gradients[name]} if name in step.gradients else {}
+        tensors |= {"touched": step.touched[name].to(torch.uint8)} if name in step.touched else {}
         write_text(group, "scalars", json.dumps([n for n, x in tensors.items() if not x.ndim]))
         group.create_group("state")
         for key, x in tensors.items():
@@ -125,11 +128,15 @@ def _read(file: h5py.File) -> Step:
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
+    touched: dict[str, Tensor] = {}
     for k in range(len(child(file, "parameters"))):
         group = child(file, "parameters", str(k))
         name, scalars = read_text(group, "name"), set(json.loads(read_text(group, "scalars")))
         number = int(read_number(group, "optimizer"))
-        keys = [*(f"state/{key}" for key in child(group, "state")), *({"value", "gradient"} & set(group))]
+        keys = [
+            *(f"state/{key}" for key in child(group, "state")),
+            *({"value", "gradient", "touched"} & set(group)),
+        ]
         tensors = {key: _tensor(group, key, scalars) for key in keys}
         if number >= 0:
             optimizers[name] = rules[number]
@@ -138,11 +145,12 @@ def _read(file: h5py.File) -> Step:
             }
         values |= {name: tensors["value"]} if "value" in tensors else {}
         gradients |= {name: tensors["gradient"]} if "gradient" in tensors else {}
+        touched |= {name: tensors["touched"].bool()} if "touched" in tensors else {}
     coefficient, norm = float(read_number(file, "coefficient")), float(read_number(file, "norm"))
     clip = None if math.isnan(norm) else Clip(coefficient, norm)
     step, share = int(read_number(file, "step")), float(read_number(file, "share"))
     unused = tuple(int(n) for n in json.loads(read_text(file, "unused")))
-    return Step(step, optimizers, states, gradients, values, clip, share, unused)
+    return Step(step, optimizers, states, gradients, values, clip, share, unused, touched)
 
 
 def _rule(group: h5py.Group) -> Optimizer:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attrax.core import Blocks, Optimizer, Source, State, Step
 from attrax.core.trajectory import used
-from attrax.frontends.observed import clip_of, consumed, norms, processes
+from attrax.frontends.observed import clip_of, consumed, norms, processes, touched
 from attrax.frontends.optimizers import read_optimizer
 from attrax.frontends.sharding import named, pieces, whole
 from attrax.frontends.stepfiles import read_step, recorded_steps, write_step
@@ -102,6 +102,7 @@ class _Seen:
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     norms: Mapping[str, Tensor]
+    touched: Mapping[str, Tensor]
 
 
 class Recorder:
@@ -149,7 +150,7 @@ class Recorder:
         flat, own = pieces(model), named(model) if self._parameters else {}
         held = {n: whole(p.detach(), flat.get(id(p))) for n, p in own.items() if n in rules}
         copies = {n: {key: _copy(x) for key, x in state.items()} for n, state in states.items()}
-        self._seen.append(_Seen(rules, copies, {n: _copy(p) for n, p in held.items()}, {}, {}))
+        self._seen.append(_Seen(rules, copies, {n: _copy(p) for n, p in held.items()}, {}, {}, {}))
         self.read_gradients(optimizer, model)
 
     def read_gradients(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -157,6 +158,7 @@ class Recorder:
         if self._seen:
             grads = consumed(optimizer, model)
             self._seen[-1].norms = norms(grads)
+            self._seen[-1].touched = {n: _copy(rows) for n, rows in touched(optimizer, model).items()}
             self._seen[-1].gradients = {n: _copy(g) for n, g in grads.items()} if self._gradients else {}
 
     def flush(self, number: int, unused: tuple[int, ...], before: Mapping[str, Tensor], scale: float) -> None:
@@ -183,6 +185,7 @@ class Recorder:
             clip,
             1 / (scale * self._processes),
             unused,
+            {n: rows for part in seen for n, rows in part.touched.items()},
         )
         if _first():
             self._sink(step)

@@ -92,7 +92,8 @@ def _forward(run: Replayable, numbers: list[int]) -> Iterator[Step]:
             gradients = {n: c * g for n, g in run.gradient(number, parameters).items()}
         yield replace(record, parameters=parameters, states=states, gradients=gradients)
         moved = {
-            n: step(o, parameters[n], gradients[n], states.get(n, {})) for n, o in record.optimizers.items()
+            n: step(o, parameters[n], gradients[n], states.get(n, {}), record.touched.get(n))
+            for n, o in record.optimizers.items()
         }
         parameters = {**parameters, **{n: theta for n, (theta, _) in moved.items()}}
         states = {n: after for n, (_, after) in moved.items()}

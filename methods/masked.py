@@ -43,6 +43,7 @@ class Masked:
             record,
             gradients=self._picked(record.gradients),
             parameters=self._picked(record.parameters),
+            touched=self._picked(_by_entry(record)),
             states={
                 name: {k: self._pick(name, x) if x.ndim else x for k, x in state.items()}
                 for name, state in record.states.items()
@@ -58,6 +59,13 @@ class Masked:
 
     def _pick(self, name: str, x: Tensor) -> Tensor:
         return x.flatten()[coordinates(self.mask, name, tuple(x.shape)).to(x.device)]
+
+
+def _by_entry(record: Step) -> dict[str, Tensor]:
+    """Which entries of a parameter lie in touched rows, where something tells its shape."""
+    like = {**record.gradients, **record.parameters}
+    like |= {n: state["exp_avg"] for n, state in record.states.items() if "exp_avg" in state}
+    return {n: rows.unsqueeze(1).expand(like[n].shape) for n, rows in record.touched.items() if n in like}
 
 
 def masked_runs(trajectory: Trajectory, masks: Sequence[Mask]) -> list[Masked]:

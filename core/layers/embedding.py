@@ -10,7 +10,7 @@ from attrax.core.leaves import Leaf, Lookup, Part
 
 
 def embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
-    """y_t = W[id_t]:  dW = sum_t onehot(id_t) g_t^T; the padding row has no gradient.
+    """y_t = W[id_t]:  dW = sum_t onehot(id_t) g_t^T; the padding row has no gradient, and counts as not looked up.
 
     This is also the gradient under ``sparse`` (the same numbers) and ``max_norm`` (which renormalizes W in place before
     the look-up).
@@ -19,8 +19,14 @@ def embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
     ids = x.reshape(x.shape[0], -1) if x.shape[0] else x.new_zeros(0, 1)
     g = rows(g)
     if module.padding_idx is not None:
-        g = g * (ids != module.padding_idx).unsqueeze(-1)
-    return {"weight": Lookup(ids, g, (Part("weight", module.num_embeddings),), module.num_embeddings)}
+        real = ids != module.padding_idx
+        ids, g = ids.masked_fill(~real, -1), g * real.unsqueeze(-1)
+    return {"weight": _lookup(module, ids, g)}
+
+
+def _lookup(module: nn.Embedding | nn.EmbeddingBag, ids: Tensor, g: Tensor) -> Lookup:
+    size = module.num_embeddings
+    return Lookup(ids, g, (Part("weight", size),), size, sparse=module.sparse)
 
 
 def scaled_embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
@@ -52,8 +58,7 @@ def embedding_bag(
         if module.mode == "mean":
             share = share / inside.sum(1, keepdim=True).clamp_min(1)
         share = share.unsqueeze(-1)
-    part = Part("weight", module.num_embeddings)
-    return {"weight": Lookup(ids, share * g.unsqueeze(1), (part,), module.num_embeddings)}
+    return {"weight": _lookup(module, ids.masked_fill(~inside, -1), share * g.unsqueeze(1))}
 
 
 def _bags(

@@ -134,7 +134,7 @@ def _check_ids(name: str, packed: Packed) -> None:
         _check_ids(name, use)
     if packed.form.kind == "Lookup" and packed.arrays[0].numel():
         low, high = (int(x) for x in packed.arrays[0].aminmax())
-        if low < 0 or high >= packed.form.rows:
+        if low < -1 or high >= packed.form.rows:
             raise ValueError(
                 f"leaf '{name}': its ids reach from {low} to {high}, its vocabulary has {packed.form.rows} entries"
             )

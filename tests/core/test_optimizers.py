@@ -115,6 +115,40 @@ def test_step_is_torchs_step(name: str, options: dict[str, Any], warmup: int, ma
     assert set(state) - set(after) <= ({"ax", "mu"} if name == "ASGD" else {"step"})
 
 
+@warmups
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("eps", [1e-8, 0.1])
+def test_sparse_adam_is_torchs(warmup: int, maximize: bool, eps: float) -> None:
+    """Of a gradient with rows that are repeated, zero, and missing; the state of missing rows stays."""
+    gen = generator(7)
+
+    def gradient(*rows: int) -> Tensor:
+        values = normal(gen, len(rows), 3)
+        values[0] = 0
+        return torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 3), check_invariants=False)
+
+    p = nn.Parameter(normal(gen, 6, 3))
+    moving = torch.optim.SparseAdam([p], lr=0.02, betas=(0.8, 0.95), eps=eps, maximize=maximize)
+    for _ in range(warmup):
+        p.grad = gradient(0, 1, 2, 4, 4)
+        moving.step()
+    g, before = gradient(1, 2, 2, 3), p.detach().clone()
+    count = {"step": torch.tensor(float(warmup))} if warmup else {}
+    state = state_of(p, moving) | count
+    rows = torch.tensor([False, True, True, True, False, False])
+    theta, after = step(rule(moving), before, g.to_dense(), state, rows)
+    D, _ = direction(rule(moving), torch.stack([g.to_dense()] * 2), state, torch.stack([rows, ~rows]))
+    p.grad = g
+    moving.step()
+    close(theta, p.detach())
+    close(D[0], (before - p.detach()) / 0.02, 1e-11)
+    assert not D[1, rows].any() and bool(D[1, 4].any()) == (warmup > 0)
+    for key, value in state_of(p, moving).items():
+        close(after[key], value)
+    with pytest.raises(ValueError, match="SparseAdam .* unknown which"):
+        direction(rule(moving), g.to_dense(), state)
+
+
 @cases
 def test_steps_follow_each_other(name: str, options: dict[str, Any]) -> None:
     p, moving = warm(name, options, 0)

@@ -123,7 +123,7 @@ def test_subclasses_are_known_by_their_step() -> None:
         read_optimizer(Other(model.parameters()), model)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
 def test_optimizers_of_whole_matrices_are_refused(name: str) -> None:
     model = three()
     with pytest.raises(ValueError, match=f"optimizer '{name.lower()}'"):
