@@ -3,21 +3,23 @@
     python benchmarks/overhead.py benchmarks/results/overhead.json
 
 Two random Llamas in float32: 12 million parameters (width 384, 6 layers, batch 8 x 256) and width 1024 (2 layers,
-batch 8 x 128), AdamW.  Each step of the loop is run plain and with each kind of capture, in turn, on one thread; ratios
-are of the medians of CPU seconds.  The captured layers are all linear layers of the body.
+batch 8 x 128), AdamW.  Steps of a loop, plain and with each kind of capture, take turns in one process on one thread:
+what else the machine does meets them alike.  Ratios are of the medians of their CPU seconds; a step enters its capture
+and leaves it.  The first step of each kind, which draws the matrices of projections, is given apart.  The captured
+layers are all linear layers of the body.
 
     hooks        capture of whole gradients, given to a sink that drops them
     projected    factors projected to 64 x 64 inside the hooks
-    offload      the same, written to an HDF5 store
+    offload      the same, written to an HDF5 store, a shard a step, flushed to the disk
     kfac         K-FAC statistics summed inside the hooks
     kfac 64      the same, of projected factors
 """
 
 import argparse
-import contextlib
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ import torch
 from workload import SMALL, WIDE, body, llama, seconds, tokens, write
 
 import attrax
-from attrax.core import KroneckerSums, Leaf, kronecker_sums, merge
+from attrax.core import Block, KroneckerSums, Leaf, kronecker_sums, merge
 
+Sink = Callable[[Block], object]
 SHAPES = {"12M": (SMALL, 8, 256), "1024": (WIDE, 8, 128)}
 KINDS = ("hooks", "projected", "offload", "kfac", "kfac 64")
 PROJECTION = attrax.Projection(dim=64, seed=0)
@@ -42,52 +45,61 @@ def statistics_of(states: dict[str, KroneckerSums]) -> Any:
     return fold
 
 
-def capture_of(kind: str, net: torch.nn.Module, folder: str) -> Any:
-    """The context that a kind of capture puts around a step."""
-    change = {
-        "hooks": None,
-        "projected": attrax.projected(PROJECTION),
-        "offload": attrax.projected(PROJECTION),
-        "kfac": statistics_of({}),
-        "kfac 64": attrax.chain(attrax.projected(PROJECTION, keep_rows=True), statistics_of({})),
-    }[kind]
-    sink = attrax.store(folder) if kind == "offload" else (lambda block: None)
-    return attrax.capture(net, transform=change, sinks=[sink], include=body, verify=False)
+class Kind:
+    """A kind of capture, entered for one step at a time."""
+
+    def __init__(self, kind: str, net: torch.nn.Module, folder: Path) -> None:
+        change = {
+            "hooks": None,
+            "projected": attrax.projected(PROJECTION),
+            "offload": attrax.projected(PROJECTION),
+            "kfac": statistics_of({}),
+            "kfac 64": attrax.chain(attrax.projected(PROJECTION, keep_rows=True), statistics_of({})),
+        }[kind]
+        self.files = attrax.store(folder) if kind == "offload" else None
+        sink: Sink = (lambda block: None) if self.files is None else self.files.__call__
+        self.capture = attrax.capture(net, transform=change, sinks=[sink], include=body, verify=False)
+
+    def step(self, plain: Callable[[], None]) -> None:
+        """A step of the loop; all that it has captured is where it belongs."""
+        with self.capture:
+            plain()
+        if self.files is not None:
+            self.files.flush()
 
 
-@contextlib.contextmanager
-def nothing() -> Iterator[None]:
-    """The plain step's context."""
-    yield
-
-
-def loop(net: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], context: Any) -> None:
-    """An ordinary training loop."""
-    with context:
-        for batch in batches:
-            net(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def measure(name: str, repeats: int, steps: int) -> dict[str, Any]:
-    """Interleaved medians at one shape; opening and closing the capture is counted."""
+def measure(name: str, repeats: int, folder: Path) -> dict[str, Any]:
+    """Interleaved medians at one shape."""
     shape, batch, length = SHAPES[name]
     net = llama(shape).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    batches = tokens(batch * steps, length, batch, 1)
-    loop(net, optimizer, batches[:1], nothing())
-    times: dict[str, list[float]] = {kind: [] for kind in ("plain", *KINDS)}
-    for repeat in range(repeats):
-        for kind in times:
-            with tempfile.TemporaryDirectory() as folder:
-                context = nothing() if kind == "plain" else capture_of(kind, net, folder)
-                times[kind].append(seconds(lambda c=context: loop(net, optimizer, batches, c)) / steps)
-        print(name, {kind: round(found[repeat], 3) for kind, found in times.items()}, flush=True)
+    (inputs,) = tokens(batch, length, batch, 1)
+
+    def plain() -> None:
+        net(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps: dict[str, Callable[[], None]] = {"plain": plain}
+    for kind in KINDS:
+        steps[kind] = partial(Kind(kind, net, folder / kind).step, plain)
+    first = {kind: seconds(step) for kind, step in steps.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(repeats):
+        for kind, step in steps.items():
+            times[kind].append(seconds(step))
     medians = {kind: statistics.median(found) for kind, found in times.items()}
     ratios = {kind: medians[kind] / medians["plain"] for kind in KINDS}
     print(name, {kind: round(ratio, 3) for kind, ratio in ratios.items()}, flush=True)
-    return {"shape": shape, "batch": batch, "length": length, "ratios": ratios, "seconds": times}
+    return {
+        "shape": shape,
+        "batch": batch,
+        "length": length,
+        "ratios": ratios,
+        "median_seconds": medians,
+        "first_step_seconds": first,
+        "seconds": times,
+    }
 
 
 def main() -> None:
@@ -96,12 +108,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", nargs="?", type=Path, help="JSON file to write")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps in one measurement")
+    parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = {name: measure(name, options.repeats, options.steps) for name in SHAPES}
-    write(options.out, repeats=options.repeats, steps=options.steps, shapes=results)
+    with tempfile.TemporaryDirectory() as folder:
+        results = {name: measure(name, options.repeats, Path(folder) / name) for name in SHAPES}
+    write(options.out, repeats=options.repeats, shapes=results)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from attrax.core import Factorized, Leaf, Sum, concat_rows
 from attrax.core.algebra import swap_roles
 from attrax.core.leaves import Diagonal, Materialized
+from attrax.core.packed import Memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +59,12 @@ def components(edges: Sequence[Iterable[object]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def assemble(pieces: Sequence[Piece]) -> dict[str, Leaf]:
+def assemble(pieces: Sequence[Piece], memory: Memory) -> dict[str, Leaf]:
     """Leaves of all parameters that a group of calls touches.
 
     Args:
         pieces: Calls in forward order, closed under sharing a parameter or an input.
+        memory: Makes memory for what is stacked on the CPU.
 
     Returns:
         Leaf by canonical name (a stacked leaf goes by its first weight).
@@ -73,7 +76,7 @@ def assemble(pieces: Sequence[Piece]) -> dict[str, Leaf]:
     leaves = {name: _join(name, found) for name, found in uses.items()}
     for name, found in uses.items():
         _fold_bias(name, found, uses, leaves)
-    return _stack(leaves, uses)
+    return _stack(leaves, uses, memory)
 
 
 def _named(name: str, piece: Piece, attribute: str) -> Leaf:
@@ -129,7 +132,9 @@ def _fold_bias(
         del leaves[name]
 
 
-def _stack(leaves: dict[str, Leaf], uses: Mapping[str, Sequence[tuple[Piece, str]]]) -> dict[str, Leaf]:
+def _stack(
+    leaves: dict[str, Leaf], uses: Mapping[str, Sequence[tuple[Piece, str]]], memory: Memory
+) -> dict[str, Leaf]:
     groups: dict[object, list[str]] = defaultdict(list)
     for name, leaf in leaves.items():
         piece = uses[name][0][0]
@@ -142,6 +147,13 @@ def _stack(leaves: dict[str, Leaf], uses: Mapping[str, Sequence[tuple[Piece, str
         if len(names) == 1:
             stacked[names[0]] = leaves[names[0]]
             continue
-        g = torch.cat([leaf.g for leaf in members], -1)
+        g = _side_by_side([leaf.g for leaf in members], memory)
         stacked[names[0]] = replace(members[0], g=g, parts=tuple(p for leaf in members for p in leaf.parts))
     return stacked
+
+
+def _side_by_side(xs: Sequence[Tensor], memory: Memory) -> Tensor:
+    if xs[0].device.type != "cpu" or len({x.dtype for x in xs}) > 1:
+        return torch.cat(list(xs), -1)
+    shape = (*xs[0].shape[:-1], sum(x.shape[-1] for x in xs))
+    return torch.cat(list(xs), -1, out=memory(shape, xs[0].dtype))

@@ -161,9 +161,11 @@ def restore(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
             rate = step.optimizers[name].lr
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
             state = step.states.get(name, {})
-            plain = step.optimizers[name].sparse  # SparseAdam counts its steps with a number
+            count = (
+                int if step.optimizers[name].sparse else Tensor.clone
+            )  # SparseAdam counts its steps with a number
             optimizer.state[p] = {
-                key: _placed(x, p, flat.get(id(p))) if x.ndim or on_device else int(x) if plain else x.clone()
+                key: _placed(x, p, flat.get(id(p))) if x.ndim or on_device else count(x)
                 for key, x in state.items()
             }
 

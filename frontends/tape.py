@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from attrax.core import Leaf, tree_map
 from attrax.frontends.assemble import Piece, assemble
 from attrax.frontends.batchaxis import BatchAxis
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.coverage import Layer
 from attrax.frontends.forms import cached, rule_form
 from attrax.frontends.fused import fused_heads, in_rows, logit_gradients
@@ -82,6 +83,7 @@ class Tape:
         self._placing = Placing(self.model, self.layouts, self.paused, self.parallel)
         self._axis = BatchAxis(self.model, self.paused)
         self._head = _output_head(self.model)
+        self._memory = Buffers().array
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
         self._running: list[Pass] = []
@@ -124,6 +126,7 @@ class Tape:
             for handle in self._handles:
                 handle.remove()
             self._handles, self._current, self._running = [], None, []
+            self._memory = Buffers().array
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -417,7 +420,7 @@ class Tape:
             return
         for call in group:
             call.piece = None
-        for name, leaf in assemble(pieces).items():
+        for name, leaf in assemble(pieces, self._memory).items():
             self.deliver(run, name, leaf)
 
     def _ended(self) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from attrax.core.packed import Packed
 from attrax.core.schema import ShardInfo
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.storage.background import ahead
 from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
-from attrax.frontends.storage.buffers import Buffers
 from attrax.frontends.storage.envelope import PAGE
 from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows

@@ -25,8 +25,8 @@ from attrax.core import (
 from attrax.core.kronecker import kronecker_sums, merge
 from attrax.core.masks import coordinates
 from attrax.frontends import capture
+from attrax.frontends.buffers import Buffers
 from attrax.frontends.storage import windows
-from attrax.frontends.storage.buffers import Buffers
 from attrax.frontends.storage.gather import stream
 from attrax.frontends.storage.store import open_store, store
 from attrax.methods import ekfac, gradcos, graddot, self_influence, tracin
