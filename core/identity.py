@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attrax.core.transfers import fetched
 
-_FEW, _WIDTH, _CHUNK = 2**14, 2**10, 2**17
+_FEW, _WIDTH = 2**14, 2**10
+_CACHED, _LAUNCHED = 2**17, 2**24  # words at a time: so many lie in a processor's cache, or keep a GPU busy
 
 
 def content_ids(
@@ -122,8 +123,9 @@ def bit_sums(
 def _row_sums(words: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
     """Both sums of words [R, C], read once: from the sums over rows, which are runs, and those over columns."""
     (R, C), device = words.shape, words.device
+    at_once = _CACHED if device.type == "cpu" else _LAUNCHED
     rows, columns = [], torch.zeros(C, dtype=torch.int64, device=device)
-    for block in words.split(max(1, _CHUNK // C)):
+    for block in words.split(max(1, at_once // C)):
         wide = block.to(torch.int64)
         rows.append(wide.sum(1))
         columns += wide.sum(0)
