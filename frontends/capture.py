@@ -540,7 +540,9 @@ def capture(
     files) is changed by these runs too.
 
     Raises:
-        ValueError: If no layer is selected, a name is unknown, or BatchNorm is in training mode.
+        ValueError: If no layer is selected, a name is unknown, or BatchNorm is in training mode; if a store's run has
+            gradients already and `steps_done` was not given, or is not that of `trajectory`.  Sinks are closed then.
+        TypeError: If a function is none.
         RuntimeError: If the model is compiled.
 
     >>> net = nn.Linear(2, 1)
