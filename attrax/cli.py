@@ -289,6 +289,7 @@ def inspect(
     """Say what a result or a gradient store holds: method, sign, unit, size, settings and inputs."""
     file = path if path.is_file() else _scores_file(path)
     if file is None:
+        from attrax.frontends.stepfiles import recorded_steps
         from attrax.frontends.storage.damages import damages
         from attrax.frontends.storage.store import open_store
 
@@ -298,6 +299,8 @@ def inspect(
         if found:
             raise typer.Exit(1)
         typer.echo(open_store(path).summary())
+        if steps := recorded_steps(path):
+            typer.echo(f"optimizer steps recorded: {len(steps)}, from {min(steps)} to {max(steps)}")
         typer.echo("all shards are whole" if verify else "", nl=verify)
         return
     if verify:

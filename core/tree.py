@@ -146,7 +146,10 @@ def target_scale(examples: Examples, target: Target) -> Float[Tensor, " B"] | No
     if target == "sum":
         return None if bool((examples.weight == 1).all()) else scale
     if examples.tokens is None:
-        raise ValueError("target 'mean': the number of loss tokens per example is unknown; use target='sum'.")
+        raise ValueError(
+            "target 'mean': the number of loss tokens per example is unknown. Declare the loss at capture as a "
+            "function (inputs, examples) -> (c, n), or use target='sum'."
+        )
     return scale / examples.tokens.clamp_min(1)
 
 

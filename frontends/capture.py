@@ -14,7 +14,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,13 @@ from attrax.core.leaves import covers
 from attrax.core.transfers import near
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
-from attrax.frontends.doubts import refuse_uncaptured, warn_of_early, warn_of_leftovers, warn_of_moves
+from attrax.frontends.doubts import (
+    refuse_uncaptured,
+    warn_of_early,
+    warn_of_leftovers,
+    warn_of_moves,
+    warn_of_nothing,
+)
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
 from attrax.frontends.merging import merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
@@ -105,7 +111,7 @@ class Capture:
         self._leftovers, self._told = Leftovers(), False
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
-        self._begun, self._first, self._early = False, True, 0
+        self._begun, self._first, self._early, self._handed = False, True, 0, 0
         self._sums = GradientSums(model, self._wanted) if verify and holds == "whole" else None
         self._stack = contextlib.ExitStack()
         self._tape = Tape(
@@ -138,13 +144,17 @@ class Capture:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.ExitStack() as closing:  # all of them, whatever one raises
-            for sink in reversed(self.sinks):
-                close = getattr(sink, "close", None)
-                if callable(close):
-                    closing.callback(close)
+        if not self._begun and self.sinks and error[0] is None:
+            warn_of_nothing()
+        with _closing(self.sinks):
             self._stack.close()
             self._flush(self._steps.rate())
+
+    def __repr__(self) -> str:
+        return (
+            f"Capture(step {self._steps.step}, {self._handed} examples handed on, {len(self.skipped)} skipped, "
+            f"{self.coverage.share:.1%} of trainable parameters)"
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -362,6 +372,7 @@ class Capture:
         ]
         self._pending, self._discarded = [], []
         for block in blocks if self.hands_out else ():
+            self._handed += len(block.examples)
             for sink in self.sinks:
                 sink(block)
 
@@ -403,6 +414,47 @@ class Capture:
                 f"{sorted(found)[:3]}. Enter a new capture after such a change, or exclude their layers."
             )
         self._known |= new
+
+
+def _check_functions(trajectory: object, **options: object) -> None:
+    for name, given in options.items():
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise TypeError(f"capture: {name}: got {given!r}; expected a list of functions.")
+        for x in cast("Sequence[object]", given):
+            if not callable(x):
+                hint = {"sinks": "attrax.store(path)", "transform": "attrax.projected(attrax.Projection(32))"}
+                such = f", such as {hint[name]}" if name in hint else ""
+                raise TypeError(f"capture: {name}: {x!r} is no function{such}.")
+    if not isinstance(trajectory, Recorder | None):
+        raise TypeError(f"capture: trajectory: got {trajectory!r}; expected attrax.record({trajectory!r}).")
+
+
+def _check_steps(stores: Sequence[Files], trajectory: Recorder | None) -> None:
+    """A capture counts steps from 0: what goes on says where, and all of it at one step."""
+    for sink in stores:
+        if sink.continues and not sink.says_where:
+            raise ValueError(
+                f"capture: run '{sink.run}' of '{sink.path}' has gradients already, which those of the same example "
+                "and step replace. Pass store(steps_done=n) to go on from a checkpoint, 0 to train from the beginning "
+                "again, or another run=."
+            )
+    done = {x.steps_done for x in (*stores, trajectory) if x is not None}
+    if trajectory is not None and len(done) > 1:
+        raise ValueError(
+            f"capture: the store and the trajectory go on from different steps, {sorted(done)}. Pass the same "
+            "steps_done= to store and record."
+        )
+
+
+@contextlib.contextmanager
+def _closing(sinks: Sequence[Sink]) -> Iterator[contextlib.ExitStack]:
+    """Close all sinks that can be, whatever one of them raises."""
+    with contextlib.ExitStack() as stack:
+        for sink in reversed(sinks):
+            close = getattr(sink, "close", None)
+            if callable(close):
+                stack.callback(close)
+        yield stack
 
 
 def _with_rate(block: Block, rate: float | None) -> Block:
@@ -488,7 +540,9 @@ def capture(
     files) is changed by these runs too.
 
     Raises:
-        ValueError: If no layer is selected, a name is unknown, or BatchNorm is in training mode.
+        ValueError: If no layer is selected, a name is unknown, or BatchNorm is in training mode; if a store's run has
+            gradients already and `steps_done` was not given, or is not that of `trajectory`.  Sinks are closed then.
+        TypeError: If a function is none.
         RuntimeError: If the model is compiled.
 
     >>> net = nn.Linear(2, 1)
@@ -500,36 +554,46 @@ def capture(
     """
     if on_nonfinite not in ("skip", "raise"):
         raise ValueError(f"capture: on_nonfinite: got {on_nonfinite!r}; expected 'skip' or 'raise'.")
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    check_compiled(model)
-    check_sharding(model)
-    check_coupled(model)
-    if tensor_parallel == "shards" and (directions is not None or any(isinstance(x, Files) for x in sinks)):
-        raise ValueError(
-            "capture: tensor_parallel='shards': directions are those of whole gradients, and a store takes what two "
-            "processes write of one example for repetitions. Use tensor_parallel='whole'."
-        )
-
-    def reselect() -> Selection:
-        return select(
-            model, include=include, exclude=exclude, rules=rules, recompute=recompute, strict=strict
-        )
-
-    return Capture(
-        model,
-        sinks=sinks,
-        after_backward=after_backward,
-        before_step=before_step,
-        transform=transform,
-        reselect=reselect,
-        loss=loss,
-        scaler=scaler,
-        ids=ids,
-        owners=examples,
-        on_nonfinite=on_nonfinite,
-        verify=verify,
-        strict=strict,
-        directions=directions,
-        trajectory=trajectory,
-        holds=tensor_parallel,
+    transforms = () if transform is None else (transform,)
+    _check_functions(
+        trajectory, sinks=sinks, after_backward=after_backward, before_step=before_step, transform=transforms
     )
+    with _closing(sinks) as failed:
+        _check_steps([x for x in sinks if isinstance(x, Files)], trajectory)
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        check_compiled(model)
+        check_sharding(model)
+        check_coupled(model)
+        if tensor_parallel == "shards" and (
+            directions is not None or any(isinstance(x, Files) for x in sinks)
+        ):
+            raise ValueError(
+                "capture: tensor_parallel='shards': directions are those of whole gradients, and a store takes what "
+                "two processes write of one example for repetitions. Use tensor_parallel='whole'."
+            )
+
+        def reselect() -> Selection:
+            return select(
+                model, include=include, exclude=exclude, rules=rules, recompute=recompute, strict=strict
+            )
+
+        made = Capture(
+            model,
+            sinks=sinks,
+            after_backward=after_backward,
+            before_step=before_step,
+            transform=transform,
+            reselect=reselect,
+            loss=loss,
+            scaler=scaler,
+            ids=ids,
+            owners=examples,
+            on_nonfinite=on_nonfinite,
+            verify=verify,
+            strict=strict,
+            directions=directions,
+            trajectory=trajectory,
+            holds=tensor_parallel,
+        )
+        failed.pop_all()
+    return made

@@ -69,7 +69,10 @@ class Waiting:
         for block, how, done in self._blocks:
             own = {n: _variant(rule, how.variant) for n, rule in rules.items()}
             change = directed(own, states, centered=how.centered)
-            scale = target_scale(block.examples, how.target)
+            try:
+                scale = target_scale(block.examples, how.target)
+            except ValueError as error:
+                raise ValueError(f"capture: directions={how}: {error}") from None
             if how.target == "as_trained":
                 scale = torch.full((len(block.examples),), factor, dtype=torch.float64)
             for name, leaf in block.grads.items():

@@ -17,6 +17,14 @@ def refuse_uncaptured(never_called: Sequence[str]) -> None:
     )
 
 
+def warn_of_nothing() -> None:
+    """The context is over, and no backward has passed through the model."""
+    _warn(
+        "nothing was captured: no backward passed through the model inside the context. Does the loop train another "
+        "copy of it, or had training ended before?"
+    )
+
+
 def warn_of_early(blocks: int) -> None:
     """Blocks have not waited for the first optimizer."""
     _warn(

@@ -177,7 +177,8 @@ def declared_weights(
         c, n = declared(inputs, examples)
         if c.shape != (examples,) or (n is not None and n.shape != (examples,)):
             raise ValueError(
-                f"capture: loss= returned weights of shape {tuple(c.shape)} for {examples} examples."
+                f"capture: loss= returned weights of shape {tuple(c.shape)} for {examples} examples; expected (c, n), "
+                "the weight and the number of loss terms of each example, n None where unknown."
             )
         return c, n
     if declared == "token_mean" and notes.log_probs is not None:

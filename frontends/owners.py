@@ -69,9 +69,13 @@ def checked(owners: object, rows: int) -> Int[Tensor, "R *T"]:
         or owners.is_floating_point()
         or owners.ndim not in (1, 2)
         or len(owners) != rows
+        or bool((owners < -1).any())
     ):
+        kind = (
+            f" {owners.dtype}, from {owners.min()}" if isinstance(owners, Tensor) and owners.numel() else ""
+        )
         raise ValueError(
-            f"capture: examples= returned {shape} for {rows} rows; expected an integer tensor [rows] or "
+            f"capture: examples= returned {shape}{kind} for {rows} rows; expected an integer tensor [rows] or "
             "[rows, positions]: the example that each belongs to, -1 for none."
         )
     return owners

@@ -131,6 +131,10 @@ def select(
     >>> decisions[0].dropped, net.weight.grad
     (('a',), tensor([[5., 5.]]))
     """
+    if not callable(rule):
+        raise ValueError(
+            f"select: rule: got {rule!r}; expected a function, such as attrax.drop_fraction(0.5)."
+        )
     if scope not in SCOPES:
         raise ValueError(f"select: scope: got {scope!r}; expected one of {list(SCOPES)}.")
     if denominator not in DENOMINATORS:
@@ -251,6 +255,8 @@ def _following(
             wanted = frozenset(c.parameter for c in selection.coverage.captured)
             source, checked = Live(event.model, (), loss, selection, wanted), False
         batch, found = with_ids(next(coming)), dict[str, Leaf]()
+        if not len(batch["example_ids"]):
+            raise ValueError("select: a batch of the target has no rows. Leave such batches out.")
         with event.capture.paused(), evaluating(event.model):
             checked = checked or is_sharded(event.model) or settle(source, batch)
             visit = lambda _, leaf, examples: found.update(_mean(leaf, examples.tokens))  # noqa: E731
@@ -360,10 +366,11 @@ def _decide(
             return torch.stack([gram_leaf(leaf, leaf, name=n) for n, leaf in own.items()]).sum(0)
 
         keep = rule(scores, interactions)
-        if keep.shape != scores.shape or keep.dtype != torch.bool:
+        if not isinstance(keep, Tensor) or keep.shape != scores.shape or keep.dtype != torch.bool:
+            got = f"{tuple(keep.shape)} {keep.dtype}" if isinstance(keep, Tensor) else type(keep).__name__
             raise ValueError(
-                f"select: the rule returned {tuple(keep.shape)} {keep.dtype} for {len(scores)} examples; expected "
-                "one boolean an example."
+                f"select: the rule returned {got} for {len(scores)} examples; expected a tensor of one boolean an "
+                "example."
             )
         kept[layer] = keep.cpu()
         sink(Decision(e.step, e.micro, layer, e.ids, tuple(scores.tolist()), tuple(keep.tolist())))

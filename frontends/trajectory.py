@@ -75,7 +75,12 @@ def record(
     if callable(to):
         return Recorder(to, parameters, gradients, when, done)
     folder = Path(to).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"record: '{folder}' cannot be made: {error}. Give a directory that can be written."
+        ) from error
     old = recorded_steps(folder) if _first() else {}
     if old and not overwrite and steps_done is None:
         raise ValueError(

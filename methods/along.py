@@ -60,9 +60,10 @@ def queries_along(
             those of the steps before.
     """
     if not isinstance(query, Stepped):
+        saved = "" if operation == "shapley" else f"; saved checkpoints go to {operation}_checkpoints"
         raise ValueError(
             f"{operation}: the query source does not know its optimizer steps. Record query gradients during training "
-            f"or recompute them along it (Replay.queries); saved checkpoints go to {operation}_checkpoints."
+            f"or recompute them along it (Replay.queries){saved}."
         )
     known = query.steps()
     first: list[tuple[str, ...]] = []

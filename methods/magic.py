@@ -46,8 +46,14 @@ def magic(run: Replayable, query: Source, *, removal: Removal = "fixed") -> Scor
         of the example at that step.
 
     Raises:
+        TypeError: If the run cannot be differentiated.
         ValueError: If the first step has no parameters, clipping is unknown, or steps are missing.
     """
+    if not isinstance(run, Replayable):
+        raise TypeError(
+            f"magic: got {run!r}, a run without a model; expected attrax.replay(model, batches, loss, run), which "
+            "computes derivatives along it."
+        )
     queries = at_the_end(query, "magic")
     products = sweep(
         replayed(run),

@@ -69,15 +69,24 @@ def shard_sizes(folder: Path, without: Collection[str] = ()) -> dict[str, int]:
         ValueError: If there is no such directory, it has no shard, or one is not a file of the directory itself.
     """
     if not folder.is_dir():
-        raise ValueError(f"open_store: there is no store at '{folder}': the directory does not exist.")
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(
+            f"open_store: there is no store at '{folder}': it {what}. Give the directory of a store."
+        )
     sizes = _shards(folder, without)
     while sizes != (again := _shards(folder, without)):  # files may come and go while a directory is listed
         sizes = again
     if not sizes:
         unfinished = sum(path.name.endswith(f"{SUFFIX}.tmp") for path in folder.iterdir())
         half = f" {unfinished} were never finished (a writer is busy, or was killed before its first flush)."
+        steps = (
+            " attrax.open_trajectory reads the optimizer steps in it."
+            if any(folder.glob("*.step.h5"))
+            else ""
+        )
         raise ValueError(
-            f"open_store: '{folder}' holds no shards.{half if unfinished else ''} Nothing can be read yet."
+            f"open_store: '{folder}' holds no shards.{half if unfinished else ''} Nothing can be read yet: "
+            f"capture(sinks=[attrax.store(path)]) writes gradients.{steps}"
         )
     return sizes
 
@@ -112,8 +121,9 @@ def lock(folder: Path, run: str, rank: int) -> int:
     descriptor = _acquire(_lock_path(folder, run, rank))
     if descriptor is None:
         raise ValueError(
-            f"store: run '{run}', rank {rank}, of '{folder}' is being written by another sink. Give each process its "
-            "own rank=, or leave run= out to begin a new run; compact a store when its runs are over."
+            f"store: run '{run}', rank {rank}, of '{folder}' is being written by another sink. Close that one if it is "
+            "yours; give each process its own rank=, or leave run= out to begin a new run; compact a store when its "
+            "runs are over."
         )
     for unfinished in (
         *folder.glob(f".{run}-{rank:04d}-*{SUFFIX}.tmp"),
@@ -132,7 +142,12 @@ def unlock(folder: Path, run: str, rank: int, descriptor: int) -> None:
 
 def _acquire(path: Path) -> int | None:
     """Lock a file, made if missing; None if another holds it.  Where there are no locks it counts as free."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise OSError(
+            f"store: '{path.parent}' cannot be written: {error}. Give a path that can be."
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

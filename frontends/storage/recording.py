@@ -21,6 +21,8 @@ KeepFactored: TypeAlias = bool | Callable[[str, Leaf], bool]
 
 Column: TypeAlias = Tensor | tuple[str, ...]
 
+RESERVED = ("id", "step", "micro", "weight", "tokens")
+
 
 @dataclass(frozen=True, eq=False)
 class Record:
@@ -170,8 +172,10 @@ def _check(name: str, leaf: Leaf) -> None:
 
 
 def _columns(examples: Examples, columns: Columns | None) -> dict[str, Tensor | tuple[str, ...]]:
-    found = {name: _column(values) for name, values in (columns(examples) if columns else {}).items()}
+    found = {n: _column(n, values) for n, values in (columns(examples) if columns else {}).items()}
     for name, values in found.items():
+        if name in RESERVED:
+            raise ValueError(f"store: column {name!r}: every store has one; give yours another name.")
         known = isinstance(values, tuple) or values.dtype in TYPES
         if not known or len(values) != len(examples) or "\0" in name:
             raise ValueError(
@@ -181,11 +185,19 @@ def _columns(examples: Examples, columns: Columns | None) -> dict[str, Tensor | 
     return found
 
 
-def _column(values: Sequence[str] | Sequence[int | float] | Tensor) -> Tensor | tuple[str, ...]:
+def _column(name: str, values: Sequence[str] | Sequence[int | float] | Tensor) -> Tensor | tuple[str, ...]:
     if isinstance(values, Tensor):
         return values.cpu()
     texts = tuple(v for v in values if isinstance(v, str))
-    return texts if len(texts) == len(values) else torch.from_numpy(np.asarray(values, np.float64))
+    if len(texts) == len(values):
+        return texts
+    try:
+        return torch.from_numpy(np.asarray(values, np.float64))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"store: column {name!r} holds {sorted({type(v).__name__ for v in values})}; give one text or one number "
+            "an example, all texts or all numbers."
+        ) from error
 
 
 def _encodable(texts: Iterable[str]) -> None:

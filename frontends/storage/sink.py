@@ -115,7 +115,7 @@ def store(
             f"store: {ranks} processes write to {path} and need one name for their run. Pass the same run= in all of "
             "them, a name that is new for every training run."
         )
-    name = run or time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + secrets.token_hex(4)
+    name = run if run is not None else time.strftime("%Y%m%dT%H%M%SZ-", time.gmtime()) + secrets.token_hex(4)
     if not _RUN.fullmatch(name) or rank < 0:
         raise ValueError(
             f"store: run {name!r}, rank {rank}: a run is named by up to 100 letters, digits, '.', '_' and '-', "
@@ -136,6 +136,10 @@ def store(
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(
             f"store: '{folder}' is a file. A store is a directory: give another path."
+        ) from error
+    except OSError as error:
+        raise OSError(
+            f"store: '{folder}' cannot be made: {error}. Give a path that can be written."
         ) from error
     if overwrite:
         clear(folder)
@@ -165,6 +169,8 @@ class Sink:
         run: Run id.
         rank: Rank within the run.
         steps_done: Steps of the run before the capture's first one.
+        continues: Whether the run had shards of this rank when the sink was made.
+        says_where: Whether `steps_done` was given.
     """
 
     def __init__(self, path: Path, run: str, rank: int, options: Options) -> None:
@@ -174,10 +180,12 @@ class Sink:
         self._lock = lock(path, run, rank)
         self._writer = secrets.token_hex(8)
         self._sequence = max(sequences(path, run, rank), default=-1) + 1
+        self.continues = self._sequence > 0
+        self.says_where = options.steps_done is not None
         self._warn_of_lost_steps()
         self._waiting: list[Record] = []
         self._shard: NewShard | None = None
-        self._columns: tuple[str, ...] | None = None
+        self._columns: dict[str, str] | None = None
         self._bytes = self._examples = 0
         self._jobs = Background(self._write, options.buffer_bytes)
         self._process = os.getpid()
@@ -203,11 +211,13 @@ class Sink:
         record = record_of(
             replace(block, examples=examples), options.dtype, options.keep_factored, options.columns
         )
-        if self._columns not in (None, tuple(record.columns)):
+        kinds = {n: "text" if isinstance(x, tuple) else "number" for n, x in record.columns.items()}
+        if self._columns not in (None, kinds):
             raise ValueError(
-                f"store: columns {list(record.columns)} differ from {list(self._columns or ())}."
+                f"store: columns {kinds} at step {examples.step} differ from {self._columns} before. Give every block "
+                "the same ones, all texts or all numbers."
             )
-        self._columns = tuple(record.columns)
+        self._columns = kinds
         self._waiting.append(record)
         self._bytes += record.size
         self._examples += len(record.examples)
@@ -271,7 +281,7 @@ class Sink:
         }
         job = _Job(self._shard, shard_name(self.run, self.rank, self._sequence, self._writer), header)
         self._sequence += 1
-        self._shard, self._columns, self._bytes, self._examples = None, None, 0, 0
+        self._shard, self._bytes, self._examples = None, 0, 0
         return job
 
     def _write(self, job: _Job) -> None:

@@ -89,7 +89,10 @@ def open_store(
         raise ValueError(f"open_store: block_examples must be at least 1 or 'step', got {block_examples!r}.")
     if prefetch < 0:
         raise ValueError(f"open_store: prefetch must be at least 0, got {prefetch}.")
-    reading = Reading(block_examples, None if device is None else torch.device(device), prefetch)
+    to = None if device is None else torch.device(device)
+    if to is not None and to.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"open_store: device: got '{to}', and no GPU is available here.")
+    reading = Reading(block_examples, to, prefetch)
     shards = tuple(info for info in shards if run in (None, info.run))
     rows, duplicates = merged(shards)
     return Store(folder, shards, rows, duplicates, run, reading, frozenset(without))
@@ -182,11 +185,11 @@ class Store:
         """
         keep = np.ones(len(self), bool)
         if steps is not None:
-            wanted = set(steps)
+            wanted = set(_iterated("steps", steps, "[1000]"))
             self._refuse_absent("steps", sorted(wanted - set(self.steps())))
             keep &= np.isin(self.rows.step, np.array(sorted(wanted), np.int64))
         if ids is not None:
-            names = dict.fromkeys(ids)
+            names = dict.fromkeys(_iterated("ids", ids, "['doc-17']"))
             self._refuse_absent("ids", self.missing(names))
             keep &= np.array([i in names for i in self.ids], bool)
         return replace(self, rows=self.rows.take(keep))
@@ -241,6 +244,7 @@ class Store:
 
         Raises:
             KeyError: If a shard does not have it.
+            ValueError: If it is text in some shards only.
         """
         values: dict[int, Tensor | tuple[str, ...]] = {}
         for s in np.unique(self.rows.shard).tolist():
@@ -250,6 +254,11 @@ class Store:
             values[s] = read_column(self.path, info, name)
         found = [values[s][r] for s, r in zip(self.rows.shard.tolist(), self.rows.row.tolist(), strict=True)]
         numbers = [x for x in found if isinstance(x, Tensor)]
+        if numbers and len(numbers) < len(found):
+            raise ValueError(
+                f"column '{name}' of '{self.path}' holds numbers in some shards and texts in others. Cut the store "
+                "with run= or select."
+            )
         return torch.stack(numbers) if numbers else tuple(str(x) for x in found)
 
     @property
@@ -323,9 +332,11 @@ class Store:
 
     def _refuse_absent(self, what: str, absent: Sequence[object]) -> None:
         if absent:
+            steps = self.steps()
+            has = f" of steps {steps[0]} to {steps[-1]}" if steps else ""
             raise KeyError(
-                f"store '{self.path}' lacks {len(absent)} {what}, e.g. {list(absent[:5])}: it has {len(self)} examples "
-                "here and fills nothing in. Capture them, or ask for those that exist."
+                f"store '{self.path}' lacks {len(absent)} {what}, e.g. {list(absent[:5])}: it has {len(self)} examples"
+                f"{has} here and fills nothing in. Capture them, or ask for those that exist."
             )
 
     def _refuse_contested(self, rows: Rows) -> None:
@@ -336,3 +347,9 @@ class Store:
                 f"steps at different parameters, e.g. of '{example}'. Read one run: open_store(path, run=...), one of "
                 f"{list(self.runs)}."
             )
+
+
+def _iterated(what: str, values: Iterable[T], such: str) -> Iterable[T]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"select: {what}: got {values!r}; expected several, such as {such}.")
+    return values

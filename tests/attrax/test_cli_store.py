@@ -7,7 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from attrax.cli import app
-from attrax.core import Block, Examples, GradTree, materialized
+from attrax.core import Block, Examples, GradTree, Step, materialized
+from attrax.frontends.stepfiles import write_step
 from attrax.frontends.storage.store import open_store, store
 
 
@@ -38,6 +39,13 @@ def test_inspect_verify_names_every_damaged_shard(folder):
     found = call("inspect", folder, "--verify")
     assert found.exit_code == 1
     assert [line.split(": ")[1] for line in found.output.splitlines()] == [first.name, second.name]
+
+
+def test_inspect_counts_recorded_steps(folder):
+    assert "optimizer steps" not in call("inspect", folder).output
+    for n in (0, 3):
+        write_step(folder, Step(n, {}, {}))
+    assert "optimizer steps recorded: 2, from 0 to 3" in call("inspect", folder).output
 
 
 def test_verify_is_for_stores(tmp_path):

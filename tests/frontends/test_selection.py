@@ -541,10 +541,15 @@ def test_what_cannot_be_is_refused(rng):
         select(target, HALF, scope="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="denominator: got 'rows'"):
         select(target, HALF, denominator="rows")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rule: got 0\.5; expected a function, such as"):
+        select(target, 0.5)  # type: ignore[arg-type]
+    empty = {k: v[:0] for k, v in target.items()}
     cases = [
         (target, lambda s, h: s, "fixed", "returned .* torch.float64 for 4 examples"),
         (target, HALF, "tokens", "number of loss terms of each example, which is unknown"),
+        (target, lambda s, h: s.tolist(), "fixed", "returned list for 4 examples"),
         ([], HALF, "fixed", "yields no batch"),
+        (empty, HALF, "fixed", "a batch of the target has no rows"),
     ]
     for target, rule, denominator, message in cases:
         running, _ = selecting(model, target, CLASSIFY, rule, {"loss": "sum"}, denominator=denominator)

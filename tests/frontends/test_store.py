@@ -378,6 +378,7 @@ def test_what_cannot_be_stored(tmp_path):
     refused: list[dict[str, Any]] = [
         {"run": "../x"},
         {"run": ".x"},
+        {"run": ""},
         {"rank": -1},
         {"shard_bytes": 0},
         {"shard_examples": 0},
@@ -388,12 +389,22 @@ def test_what_cannot_be_stored(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         store(tmp_path / "file")
+    with pytest.raises(OSError, match="store: '/proc/nowhere/x' cannot be made: .* Give a path"):
+        store("/proc/nowhere/x")
+    with pytest.raises(OSError, match="store: '/proc/self' cannot be written: .* Give a path"):
+        store("/proc/self")
 
 
 def test_stores_that_cannot_be_opened(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         open_store(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="holds no shards"):
+    with pytest.raises(ValueError, match=r"holds no shards.*capture\(sinks="):
+        open_store(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="it is a file"):
+        open_store(tmp_path / "file")
+    (tmp_path / "00000000.step.h5").write_text("")
+    with pytest.raises(ValueError, match=r"attrax\.open_trajectory reads the optimizer steps in it"):
         open_store(tmp_path)
     (tmp_path / ".r-0000-000000-ab.shard.h5.tmp").write_bytes(b"half")
     with pytest.raises(ValueError, match="1 were never finished"):
@@ -403,3 +414,6 @@ def test_stores_that_cannot_be_opened(tmp_path):
         open_store(tmp_path, run="x")
     with pytest.raises(ValueError, match="at least 1"):
         open_store(tmp_path, block_examples=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device: got 'cuda', and no GPU is available"):
+            open_store(tmp_path, device="cuda")

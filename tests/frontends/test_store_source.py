@@ -166,11 +166,20 @@ def test_rows_that_were_never_written_are_named(tmp_path):
     for ask in (lambda: open_.select(ids=expected), lambda: open_.block(expected)):
         with pytest.raises(KeyError, match="'7', '9'"):
             ask()
-    with pytest.raises(KeyError, match="lacks 1 steps"):
+    with pytest.raises(KeyError, match="lacks 1 steps, .* 8 examples of steps 0 to 0 here"):
         open_.at(5)
     scores = graddot(open_, open_.select(ids=["0"]), target="as_trained")
     with pytest.raises(KeyError, match="'7', '9'"):
         scores.in_order(expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_cut_takes_several(tmp_path):
+    open_ = write(tmp_path, make({"w": materialized("w", torch.ones(2, 3))}, ["a", "b"]))
+    with pytest.raises(TypeError, match=r"steps: got 1; expected several, such as \[1000\]"):
+        open_.select(steps=1)
+    with pytest.raises(TypeError, match="ids: got 'a'; expected several"):
+        open_.select("a")
 
 
 def test_examples_that_make_no_block_are_refused(tmp_path, rng):
@@ -179,6 +188,36 @@ def test_examples_that_make_no_block_are_refused(tmp_path, rng):
         open_.block(["e0", "e3"])
     with pytest.raises(ValueError, match="0 rows"):
         open_.block([])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"weight": [1.0, 2.0]}, "column 'weight': every store has one"),
+        ({"t": ["a", 1]}, r"column 't' holds \['int', 'str'\]; give one text or one number"),
+        ({"t": [{}, {}]}, r"column 't' holds \['dict'\]"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_columns_that_are_none_are_refused(tmp_path, columns, message):
+    block = make({"w": materialized("w", torch.ones(2, 3))}, ["a", "b"])
+    with store(tmp_path, columns=lambda examples: columns) as sink, pytest.raises(ValueError, match=message):
+        sink(block)
+
+
+@pytest.mark.parametrize("shard_examples", [1, None])
+def test_a_column_stays_what_it_is(tmp_path, shard_examples):
+    """Within a run; runs that differ are not read as one column."""
+    block, values = make({"w": materialized("w", torch.ones(1, 3))}, ["a"]), [1.0, "x"]
+    options: Any = {"columns": lambda examples: {"t": [values.pop(0)]}, "shard_examples": shard_examples}
+    with store(tmp_path, **options) as sink:
+        sink(block)
+        with pytest.raises(ValueError, match="columns {'t': 'text'} at step 0 differ from {'t': 'number'}"):
+            sink(block)
+    values.append("x")
+    other = make({"w": materialized("w", torch.ones(1, 3))}, ["b"])
+    with pytest.raises(ValueError, match="numbers in some shards and texts in others"):
+        write(tmp_path, other, **options).column("t")
 
 
 def test_further_columns(tmp_path):

@@ -385,6 +385,12 @@ def test_nothing_is_left_of_a_step_that_cannot_be_written(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="record: '.*file' cannot be made: .* Give a directory"):
+        record(tmp_path / "file")
+
+
 def test_a_damaged_step_is_refused(tmp_path: Path) -> None:
     write_step(tmp_path, a_step())
     path = step_path(tmp_path, 1)

@@ -161,6 +161,8 @@ def test_a_removed_example_that_shrinks_its_batch():
 
 def test_refusals():
     r = made("adamw")
+    with refused("magic: got", "a run without a model", "attrax.replay(model", error=TypeError):
+        magic(r.trajectory, r.query)  # type: ignore[arg-type]
     with refused("magic", "step 0", "no parameters"):
         magic(again(r, thinned(r.trajectory, 2, first=1)), r.query)
     unknown = Recorded([replace(x, clip=None) for x in r.trajectory.records], [])

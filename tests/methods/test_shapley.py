@@ -105,6 +105,8 @@ def test_refusals():
     with refused("shapley", "no query gradients at step 0"):
         few = replay(RUN.recipe.model, {}, LOSS, RUN.trajectory.__class__([], [])).queries(QUERIES)
         shapley(RUN.trajectory, few)
+    with refused("shapley: the query source does not know its optimizer steps", "(Replay.queries)."):
+        shapley(RUN.trajectory, RUN.query)
     with refused("no examples"):
         shapley(RUN.trajectory, none)
     with refused("shapley", "different parameters"):

@@ -1,0 +1,98 @@
+"""What a capture says when its options are not what they should be, and that a mistake costs nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attrax.core import Block, Projection
+from attrax.frontends import Directions, capture, open_store, record, store
+
+from .loops import mean_ce, sum_ce
+from .models import MLP, classes, seeded
+
+
+def step(model: nn.Module, batch: Any) -> None:
+    moving = torch.optim.SGD(model.parameters(), lr=0.1)
+    moving.zero_grad()
+    sum_ce(model, batch).backward()
+    moving.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sinks": print}, "sinks: got .* expected a list of functions"),
+        ({"sinks": ["grads/"]}, r"sinks: 'grads/' is no function, such as attrax.store\(path\)"),
+        ({"transform": Projection(4)}, r"transform: .* is no function, such as attrax.projected"),
+        ({"trajectory": "run/"}, r"trajectory: got 'run/'; expected attrax.record\('run/'\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_function_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        capture(seeded(MLP), **options)
+
+
+def test_examples_below_none_are_refused(rng):
+    model, x = seeded(MLP), classes(rng, 3)["x"]
+    how: Any = lambda inputs, rows: -torch.arange(rows) - 2  # noqa: E731
+    with capture(model, examples=how), pytest.raises(ValueError, match="int64, from -4 for 3 rows; expected"):
+        model(x)
+
+
+def test_directions_name_what_the_loss_does_not_tell(rng):
+    model, batch = seeded(MLP), classes(rng)
+    moving = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"directions=Directions\(target='mean'.*Declare the loss at capture"
+    with capture(model, sinks=[print], directions=Directions(), loss="example_mean"):
+        mean_ce(model, batch).backward()
+        with pytest.raises(ValueError, match=message):
+            moving.step()
+
+
+def test_a_capture_of_nothing_warns(rng):
+    model, other = seeded(MLP), seeded(MLP)
+    blocks: list[Block] = []
+    with (
+        pytest.warns(RuntimeWarning, match="nothing was captured.*another copy"),
+        capture(model, sinks=[blocks.append], loss="sum"),
+    ):
+        step(other, classes(rng))
+    assert not blocks
+
+
+def test_a_capture_tells_how_far_it_is(rng):
+    model, batch = seeded(MLP), classes(rng)
+    with capture(model, sinks=[lambda block: None], loss="sum") as running:
+        step(model, batch)
+        step(model, batch)
+    assert repr(running) == "Capture(step 1, 8 examples handed on, 0 skipped, 100.0% of trainable parameters)"
+
+
+def test_a_mistake_leaves_no_writer_behind(tmp_path, rng):
+    model = seeded(MLP)
+    with pytest.raises(ValueError, match="no layer is selected"):
+        capture(model, include="no such layer", sinks=[store(tmp_path, run="job")])
+    with capture(model, sinks=[store(tmp_path, run="job")], loss="sum"):
+        step(model, classes(rng))
+    assert len(open_store(tmp_path, run="job")) == 4
+
+
+def test_a_run_that_goes_on_says_where(tmp_path, rng):
+    """Else its steps are numbered from 0 again, and replace those of the same examples."""
+    model, batch = seeded(MLP), classes(rng)
+    with capture(model, sinks=[store(tmp_path, run="job")], loss="sum"):
+        step(model, batch)
+    with pytest.raises(ValueError, match=r"run 'job' .* has gradients already.*steps_done=n"):
+        capture(model, sinks=[store(tmp_path, run="job")], loss="sum")
+    with capture(model, sinks=[store(tmp_path, run="job", steps_done=1)], loss="sum"):
+        step(model, batch)
+    assert open_store(tmp_path).steps() == (0, 1)
+
+
+def test_store_and_trajectory_go_on_at_one_step(tmp_path):
+    sinks = [store(tmp_path, run="job", steps_done=0)]
+    with pytest.raises(ValueError, match=r"go on from different steps, \[0, 3\]"):
+        capture(seeded(MLP), sinks=sinks, trajectory=record(tmp_path, steps_done=3))
