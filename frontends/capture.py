@@ -14,7 +14,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from attrax.core import Block, Examples, GradTree, Leaf, Transform
 from attrax.core.factorization import RULES, Rule
 from attrax.core.leaves import covers
 from attrax.core.transfers import near
+from attrax.frontends.arguments import check_functions, check_steps
 from attrax.frontends.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.directions import Directions
 from attrax.frontends.doubts import (
@@ -416,36 +417,6 @@ class Capture:
         self._known |= new
 
 
-def _check_functions(trajectory: object, **options: object) -> None:
-    for name, given in options.items():
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise TypeError(f"capture: {name}: got {given!r}; expected a list of functions.")
-        for x in cast("Sequence[object]", given):
-            if not callable(x):
-                hint = {"sinks": "attrax.store(path)", "transform": "attrax.projected(attrax.Projection(32))"}
-                such = f", such as {hint[name]}" if name in hint else ""
-                raise TypeError(f"capture: {name}: {x!r} is no function{such}.")
-    if not isinstance(trajectory, Recorder | None):
-        raise TypeError(f"capture: trajectory: got {trajectory!r}; expected attrax.record({trajectory!r}).")
-
-
-def _check_steps(stores: Sequence[Files], trajectory: Recorder | None) -> None:
-    """A capture counts steps from 0: what goes on says where, and all of it at one step."""
-    for sink in stores:
-        if sink.continues and not sink.says_where:
-            raise ValueError(
-                f"capture: run '{sink.run}' of '{sink.path}' has gradients already, which those of the same example "
-                "and step replace. Pass store(steps_done=n) to go on from a checkpoint, 0 to train from the beginning "
-                "again, or another run=."
-            )
-    done = {x.steps_done for x in (*stores, trajectory) if x is not None}
-    if trajectory is not None and len(done) > 1:
-        raise ValueError(
-            f"capture: the store and the trajectory go on from different steps, {sorted(done)}. Pass the same "
-            "steps_done= to store and record."
-        )
-
-
 @contextlib.contextmanager
 def _closing(sinks: Sequence[Sink]) -> Iterator[contextlib.ExitStack]:
     """Close all sinks that can be, whatever one of them raises."""
@@ -555,11 +526,11 @@ def capture(
     if on_nonfinite not in ("skip", "raise"):
         raise ValueError(f"capture: on_nonfinite: got {on_nonfinite!r}; expected 'skip' or 'raise'.")
     transforms = () if transform is None else (transform,)
-    _check_functions(
+    check_functions(
         trajectory, sinks=sinks, after_backward=after_backward, before_step=before_step, transform=transforms
     )
     with _closing(sinks) as failed:
-        _check_steps([x for x in sinks if isinstance(x, Files)], trajectory)
+        check_steps([x for x in sinks if isinstance(x, Files)], trajectory)
         model = model.module if isinstance(model, DistributedDataParallel) else model
         check_compiled(model)
         check_sharding(model)
