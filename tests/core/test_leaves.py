@@ -218,6 +218,8 @@ def test_swapped_roles_transpose_the_gradient():
     assert_same(gradient(swapped), gradient(leaf).transpose(1, 2))
     assert swapped.parts == (Part("fc.weight", leaf.a.shape[-1], transposed=True),)
     assert swap_roles(swapped).parts == leaf.parts
+    longer = swap_roles(pad_rows(replace(leaf, a=leaf.a + 7, g=0 * leaf.g), leaf.g.shape[1] + 1))
+    assert not longer.g.any()
 
 
 def test_factors_must_agree_in_examples_and_rows():

@@ -7,7 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from attrax.core import Block, content_ids
@@ -189,19 +193,29 @@ def test_checkpointing_and_selections_inside_it(how, include, blocks, rng):
 
 
 @pytest.mark.parametrize(
-    ("around", "how"), [("a part", "REENTRANT"), ("a part", "NO_REENTRANT"), ("the model", "NO_REENTRANT")]
+    ("around", "how"),
+    [
+        ("a part", "REENTRANT"),
+        ("a part", "NO_REENTRANT"),
+        ("a part", "offload"),
+        ("the model", "NO_REENTRANT"),
+        ("the model", "offload"),
+    ],
 )
 def test_wrappers_of_checkpointing_change_no_name(around, how, blocks, rng):
     """What accelerate's and OLMo-core's options put around modules."""
     plain, batch = seeded(MLP), classes(rng)
     right = one_by_one(plain, batch, CLASSIFY)
-    wrapped = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[how])
+    wrapped: Any = offload_wrapper
+    if how != "offload":
+        wrapped = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[how])
     model = seeded(MLP) if around == "a part" else wrapped(seeded(MLP))
     if around == "a part":
         model.second = wrapped(model.second)
     with capture(model, sinks=[blocks.append], loss="sum", include=r"^[^_]*$"):
         sum_ce(model, batch).backward()
     assert_gradients(block_gradients(blocks[0]), right)
+    assert blocks[0].examples.ids == classes_ids(batch)
     source, queries = live(model, [batch], CLASSIFY), live(plain, [batch], CLASSIFY)
     torch.testing.assert_close(graddot(source, queries).values, graddot(queries, queries).values)
 
