@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from attrax.core import Block, content_ids
+from attrax.core import Block, collect, content_ids
 from attrax.frontends import capture, classification, live
 from attrax.methods import graddot
 
@@ -218,6 +218,29 @@ def test_wrappers_of_checkpointing_change_no_name(around, how, blocks, rng):
     assert blocks[0].examples.ids == classes_ids(batch)
     source, queries = live(model, [batch], CLASSIFY), live(plain, [batch], CLASSIFY)
     torch.testing.assert_close(graddot(source, queries).values, graddot(queries, queries).values)
+
+
+def test_layers_that_share_an_input_are_stacked_in_the_order_of_the_forward_pass(blocks, rng):
+    """Reentrant checkpointing of each runs them again last one first."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.gate = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.gate(h).sigmoid() * self.up(h)
+
+    plain, model, batch = seeded(Gated), seeded(Gated), classes(rng)
+    for name in ("up", "gate"):
+        wrapped = checkpoint_wrapper(getattr(model, name), checkpoint_impl=CheckpointImpl.REENTRANT)
+        setattr(model, name, wrapped)
+    with capture(model, sinks=[blocks.append], loss="sum"):
+        sum_ce(model, batch).backward()
+    source = live(plain, [batch], CLASSIFY)
+    assert set(blocks[0].grads) == set(collect(source).grads) == {"first.weight", "gate.weight"}
+    assert_gradients(block_gradients(blocks[0]), one_by_one(plain, batch, CLASSIFY))
 
 
 def test_a_forward_pass_on_what_a_backward_has_freed(blocks, rng):
