@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 _WRAPPERS = (FullyShardedDataParallel, ActivationWrapper)
@@ -51,7 +51,7 @@ class Piece:
 
 
 def canonical(name: str) -> str:
-    """A name of a module or parameter without the wrappers of FSDP1 and of activation checkpointing.
+    """A name of a module or parameter without the wrappers of FSDP1, activation checkpointing and compilation.
 
     >>> canonical("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
