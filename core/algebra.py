@@ -6,7 +6,7 @@ from math import ceil
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
@@ -81,6 +81,15 @@ def nothing(x: Tensor) -> int:
     (0, -1)
     """
     return 0 if x.is_floating_point() else -1
+
+
+def carries(g: Float[Tensor, "... No"]) -> Bool[Tensor, "... 1"]:
+    """Which rows carry a gradient.
+
+    >>> carries(torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])).flatten()
+    tensor([ True, False])
+    """
+    return (g != 0).any(-1, keepdim=True)
 
 
 def pad_rows(leaf: T, rows: int) -> T:
@@ -209,10 +218,13 @@ def unstack(leaf: Factorized) -> dict[str, Factorized]:
 
 
 def swap_roles(leaf: Factorized) -> Factorized:
-    """The same gradient transposed: `a` and `g` exchanged (a weight used both as W x and as x W)."""
+    """The same gradient transposed: `a` and `g` exchanged (a weight used both as W x and as x W).
+
+    Rows without a gradient are zero in the new `g`, too.
+    """
     part = leaf.parts[0]
     flipped = replace(part, width=leaf.a.shape[-1], bias=None, transposed=not part.transposed)
-    return replace(leaf, a=leaf.g, g=leaf.a, parts=(flipped,))
+    return replace(leaf, a=leaf.g, g=leaf.a * carries(leaf.g), parts=(flipped,))
 
 
 def split_groups(leaf: Grouped) -> dict[str, Factorized]:

@@ -38,7 +38,8 @@ class Part:
         width: Number of output rows of G, No of this layer.
         bias: Name of the folded bias parameter, or None.
         transposed: Whether the stored weight is [Ni, No] (Hugging Face `Conv1D`), unlike torch's [No, Ni].
-        head: Whether the layer maps to the vocabulary (excluded from Kronecker curvature unless asked).
+        head: Whether the layer maps to the vocabulary or from it (excluded from Kronecker curvature unless asked), so
+            that this is known of embeddings that are projected or built, too.
         shape: Stored shape of a parameter whose gradient has another one here (a kernel kept as a matrix, a scale
             kept as a vector), reached by a reshape after `transposed`; () where the leaf's own shape is the stored one.
     """
@@ -212,7 +213,7 @@ def lookup(name: str, ids: Int[Tensor, "B T"], g: Float[Tensor, "B T E"], *, row
     11
     """
     _check_rows("lookup", name, ids, g, 2)
-    return Lookup(ids, g, (Part(name, rows),), rows)
+    return Lookup(ids, g, (Part(name, rows, head=True),), rows)
 
 
 def diagonal(name: str, x: Float[Tensor, "B T _"], g: Float[Tensor, "B T d"]) -> Diagonal:

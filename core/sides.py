@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attrax.core.algebra import concat_rows, wide
+from attrax.core.algebra import carries, concat_rows, wide
 from attrax.core.leaves import Diagonal, Factorized, Grouped, Leaf, Lookup, Materialized, Part, Sum
 from attrax.core.reduce import materialize_leaf
 from attrax.core.terms import with_bias_column
@@ -95,7 +95,7 @@ def on_sides(sides: Sides, basis: str, name: str, leaf: Leaf) -> Leaf:
             return Factorized(a, g, tuple(parts), False, leaf.calls, basis)
         case Lookup():
             a = _apply(leaf.g, sides(name, "a", leaf.g.shape[-1]))
-            g = _columns(leaf.ids, leaf.rows, maps[0], leaf.g)
+            g = _columns(leaf.ids, leaf.rows, maps[0], leaf.g) * carries(leaf.g)
             return Factorized(a, g, tuple(parts), False, leaf.calls, basis)
         case Grouped():
             (part,), groups, No = leaf.parts, leaf.g.shape[1], leaf.g.shape[-1]

@@ -81,7 +81,7 @@ def assemble(pieces: Sequence[Piece], memory: Memory) -> dict[str, Leaf]:
 
 def _named(name: str, piece: Piece, attribute: str) -> Leaf:
     leaf = piece.leaves[attribute]
-    part = replace(leaf.parts[0], weight=name, head=piece.head)
+    part = replace(leaf.parts[0], weight=name, head=piece.head or leaf.parts[0].head)
     return replace(leaf, parts=(part,))
 
 

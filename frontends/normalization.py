@@ -6,7 +6,9 @@ loss, the gradient that arrives at that loss carries gradient accumulation and l
 Elsewhere the loop says which loss it uses, and nothing is guessed.
 """
 
+import copy
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import is_dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -51,7 +53,7 @@ class LossTap(torch.autograd.Function):
 
 
 def tap_loss(output: Any, notes: Notes) -> Any:
-    """Put a tap on the loss inside a model's output (a tensor, a mapping or model output with `loss`, or a tuple).
+    """Put a tap on the loss inside a model's output: a tensor, a mapping or a dataclass with `loss`, a tuple or a list.
 
     The logits beside it are tapped as well, to see whether the loop uses them for a loss of its own.
 
@@ -65,10 +67,17 @@ def tap_loss(output: Any, notes: Notes) -> Any:
         if "logits" in output:
             output["logits"] = logits
         return output
-    if isinstance(output, tuple) and output and _is_loss(output[0]):
+    if isinstance(output, tuple | list) and output and _is_loss(output[0]):
         loss, logits = _tapped(output[0], output[1] if len(output) > 1 else None, notes)
         values = (loss, *([logits] if len(output) > 1 else []), *output[2:])
-        return getattr(output, "_make", tuple)(values)
+        return getattr(output, "_make", list if isinstance(output, list) else tuple)(values)
+    if is_dataclass(output) and _is_loss(getattr(output, "loss", None)):
+        tapped = copy.copy(output)
+        found = _tapped(getattr(output, "loss"), getattr(output, "logits", None), notes)  # noqa: B009
+        for name, x in zip(("loss", "logits"), found, strict=True):
+            if hasattr(output, name):
+                object.__setattr__(tapped, name, x)
+        return tapped
     return output
 
 
@@ -83,9 +92,9 @@ def _tapped(loss: Tensor, logits: Any, notes: Notes) -> tuple[Tensor, Any]:
     def used(g: Tensor) -> None:
         notes.outside = True
 
-    notes.loss = loss.detach()
+    notes.loss = loss.detach().clone()
     if isinstance(logits, Tensor) and logits.requires_grad:
-        notes.logits = logits.detach()
+        notes.logits, notes.version = logits.detach(), logits._version
         logits = LossTap.apply(logits, used)
     return LossTap.apply(loss, scaled), logits
 
@@ -124,15 +133,17 @@ class Normalization:
             owners: The example of every row or position, where a row is not one example.
         """
         scale, declared = None if notes.outside else notes.scale, self._declared
-        if scale is not None or not (declared is None or callable(declared)):
-            self._own.look(notes, inputs)
+        unchanged = notes.logits is not None and notes.logits._version == notes.version
+        seen = replace(notes, scale=scale, logits=notes.logits if unchanged else None)
         notes.logits = None
+        if scale is not None or not (declared is None or callable(declared)):
+            self._own.look(seen, inputs)
         if scale is not None and self._own.kinds and not callable(declared):
             return self._own.weights(scale, inputs, owners)
         if declared is None:
             return None, None
-        c, n = declared_weights(declared, notes, inputs, examples, self._own.labels, owners)
-        if callable(declared) or notes.scale is not None or notes.log_probs is not None:
+        c, n = declared_weights(declared, seen, inputs, examples, self._own.labels, owners)
+        if callable(declared) or scale is not None or notes.log_probs is not None:
             return c, n
         self.outside = True
         return (c if c is None or self.scaler is None else c * self.scaler.get_scale()), n

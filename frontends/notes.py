@@ -22,6 +22,7 @@ class Notes:
         together: Where the rows of each example lie, if several whole rows are one.
         loss: The model's own loss.
         logits: What the model returned beside it; dropped once it was looked at.
+        version: How often these had been changed in place when they were returned.
         scale: Gradient that arrived at that loss, which is there as soon as its backward begins.
         outside: Whether a gradient arrived at the logits from outside of the model: the loop has a loss of its own.
         log_probs: Gradient that arrived at the log-probabilities of a fused head, and their mask.
@@ -33,6 +34,7 @@ class Notes:
     together: Packing | None = None
     loss: Tensor | None = None
     logits: Tensor | None = None
+    version: int = 0
     scale: Tensor | None = None
     outside: bool = False
     log_probs: tuple[Tensor, Tensor] | None = None

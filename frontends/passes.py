@@ -74,7 +74,8 @@ class Pass:
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
         recomputed: Whether it was opened inside a backward, by activation checkpointing.
         derived: Whether its inputs depend on parameters that ran outside of it.
-        calls: Tapped layer calls, in forward order.
+        calls: Tapped layer calls, in forward order (of what reentrant checkpointing runs again, in that of backward).
+        order: The order in which layers were first called in the forward pass, by path.
         silent: Whether tapped layers ran without gradient (reentrant checkpointing runs them again in backward).
         anchors: By device, a leaf that makes tapped outputs require gradients where parameters are frozen.
         notes: What the forward pass has told.
@@ -91,6 +92,7 @@ class Pass:
     recomputed: bool = False
     derived: bool = False
     calls: list[Call] = field(default_factory=list)
+    order: dict[str, int] = field(default_factory=dict)
     silent: bool = False
     anchors: dict[torch.device, Tensor] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
@@ -114,8 +116,13 @@ class Pass:
         """All groups of calls."""
         return list({id(g): g for g in (self.group_of(call) for call in self.calls)}.values())
 
+    def met(self, path: str) -> None:
+        """A layer is called, with gradient or without."""
+        self.order.setdefault(path, len(self.order))
+
     def add(self, call: Call) -> None:
         """Record a call; groups are formed anew."""
+        self.met(call.path)
         self.calls.append(call)
         self._groups = None
 

@@ -62,8 +62,9 @@ class Replay:
         total: dict[str, Tensor] = {}
         for batch, examples in self._parts(number):
             leaves = _leaves(parameters)
-            loss = self._losses(leaves, batch, examples.weight).sum()
-            grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+            with self._at(leaves):
+                loss = self._losses(batch, examples.weight).sum()
+                grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
             for name, g in zip(leaves, grads, strict=True):
                 total[name] = total[name] + dense(g) if name in total else dense(g)
         return total
@@ -88,17 +89,18 @@ class Replay:
             w = torch.ones(len(examples), dtype=torch.float64, requires_grad=True)
             moving = [leaves[name] for name in rho]
             assert examples.weight is not None
-            loss = self._losses(leaves, batch, examples.weight * w).sum()
-            g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
             columns: list[Tensor] = []
-            for q in range(len(next(iter(rho.values())))):
-                along = [r[q].to(x) for r, x in zip(rho.values(), g, strict=True)]
-                *changes, in_w = torch.autograd.grad(
-                    g, [*moving, w], along, retain_graph=True, materialize_grads=True
-                )
-                columns.append(in_w)
-                for name, change in zip(rho, changes, strict=True):
-                    curved[name][q] += change
+            with self._at(leaves):
+                loss = self._losses(batch, examples.weight * w).sum()
+                g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
+                for q in range(len(next(iter(rho.values())))):
+                    along = [r[q].to(x) for r, x in zip(rho.values(), g, strict=True)]
+                    *changes, in_w = torch.autograd.grad(
+                        g, [*moving, w], along, retain_graph=True, materialize_grads=True
+                    )
+                    columns.append(in_w)
+                    for name, change in zip(rho, changes, strict=True):
+                        curved[name][q] += change
             products = torch.stack(columns, 1).to(next(iter(rho.values())).dtype)
             rows.append((_of(examples, used := self._used(examples)), products[used.to(products.device)]))
         return rows, curved
@@ -177,14 +179,19 @@ class Replay:
         recorded = examples.weight if self.reduction == "recorded" else None
         return everything if recorded is None else recorded != 0
 
-    def _losses(self, parameters: Vectors, batch: Batch, scale: Tensor | None = None) -> Tensor:
+    @contextlib.contextmanager
+    def _at(self, parameters: Vectors) -> Iterator[None]:
+        """The model at other parameters, also where activation checkpointing runs parts of it again in backward."""
         own = named(self.model)
         with (
             slow_attention(),
             sdpa_kernel(SDPBackend.MATH),
             replaced(slots(self.model, {own[n]: p for n, p in parameters.items()})),
         ):
-            losses = self.loss(self.model, for_loss(batch, self.loss))
+            yield
+
+    def _losses(self, batch: Batch, scale: Tensor | None = None) -> Tensor:
+        losses = self.loss(self.model, for_loss(batch, self.loss))
         return losses if scale is None else losses * scale.to(losses)
 
 
@@ -253,11 +260,14 @@ class Queries:
         leaves = _leaves(self.replay._recorded(step))
         moving = [leaves[name] for name in direction]
         rows: list[tuple[Tensor, ...]] = []
-        for batch in self.batches:
-            for loss in self.replay._losses(leaves, batch):
-                g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
-                along = [d.to(x) for d, x in zip(direction.values(), g, strict=True)]
-                rows.append(torch.autograd.grad(g, moving, along, retain_graph=True, materialize_grads=True))
+        with self.replay._at(leaves):
+            for batch in self.batches:
+                for loss in self.replay._losses(batch):
+                    g = torch.autograd.grad(loss, moving, create_graph=True, materialize_grads=True)
+                    along = [d.to(x) for d, x in zip(direction.values(), g, strict=True)]
+                    rows.append(
+                        torch.autograd.grad(g, moving, along, retain_graph=True, materialize_grads=True)
+                    )
         return {
             name: torch.stack(column) for name, column in zip(direction, zip(*rows, strict=True), strict=True)
         }

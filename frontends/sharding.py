@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
-_WRAPPERS = (FullyShardedDataParallel, CheckpointWrapper)
+_WRAPPERS = (FullyShardedDataParallel, ActivationWrapper)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Piece:
 
 
 def canonical(name: str) -> str:
-    """A name of a module or parameter without the wrappers of FSDP1 and of activation checkpointing.
+    """A name of a module or parameter without the wrappers of FSDP1, activation checkpointing and compilation.
 
     >>> canonical("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
@@ -109,7 +109,7 @@ def sizes(model: nn.Module) -> dict[str, int]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside of wrappers."""
-    if isinstance(model, CheckpointWrapper):
+    if isinstance(model, ActivationWrapper):
         return unwrapped(model._checkpoint_wrapped_module)
     return unwrapped(model.module) if isinstance(model, FullyShardedDataParallel) else model
 

@@ -258,6 +258,7 @@ class Tape:
         self.seen.add(layer.path)
         if not torch.is_grad_enabled():
             run.silent = True
+            run.met(layer.path)
             if module.training:
                 self._placing.learn(layer, run, args, kwargs, output)
             return None
@@ -415,7 +416,8 @@ class Tape:
         return {a: n for a, n in kept.items() if _accumulates(call.accumulators[a])}
 
     def _emit_group(self, run: Pass, group: list[Call], *, partial: bool = False) -> None:
-        pieces = [call.piece for call in group if call.piece is not None]
+        ordered = sorted(group, key=lambda call: run.order[call.path])
+        pieces = [call.piece for call in ordered if call.piece is not None]
         if not pieces or (len(pieces) < len(group) and not partial):
             return
         for call in group:

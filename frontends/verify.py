@@ -226,9 +226,9 @@ def raise_on(errors: Mapping[str, str], *, coupled: bool = False) -> None:
         "or a layer whose first axis is not the example axis. Exclude these layers (exclude=) or change the loss."
         if coupled
         else "The layer does more than its rule says, its weight is used outside the layer's call (functional use, "
-        "layer.forward, a penalty on weights in the loss), or a block under reentrant checkpointing has an input "
-        "without gradient. Recompute the module around them (recompute=), exclude these layers (exclude=), pass a rule "
-        "(rules=), or verify=False if you know better."
+        "layer.forward, a penalty on weights in the loss), a block under reentrant checkpointing has an input without "
+        "gradient, or code compiled before the capture runs (torch._dynamo.reset()). Recompute the module around them "
+        "(recompute=), exclude these layers (exclude=), pass a rule (rules=), or verify=False if you know better."
     )
     text = f"capture: the captured gradients of {len(errors)} parameters are not those of autograd:\n{lines}\n{causes}"
     raise RuntimeError(text) if coupled else Misread(text, errors)

@@ -26,7 +26,7 @@ def embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:
 
 def _lookup(module: nn.Embedding | nn.EmbeddingBag, ids: Tensor, g: Tensor) -> Lookup:
     size = module.num_embeddings
-    return Lookup(ids, g, (Part("weight", size),), size, sparse=module.sparse)
+    return Lookup(ids, g, (Part("weight", size, head=True),), size, sparse=module.sparse)
 
 
 def scaled_embedding(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Leaf]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from attrax.core import (
     Factorized,
     Part,
+    Projection,
     compact,
     concat,
     eigenbasis,
@@ -22,6 +23,7 @@ from attrax.core import (
     merge_spectrum,
     pad_rows,
     precondition,
+    projected,
     relative_damping,
     rotate,
     spectrum,
@@ -353,6 +355,17 @@ def test_scope_is_factored_layers_without_the_head():
     inside = {kind: is_linear(kind, SMALL.one(build)) for kind, build in KINDS.items()}
     assert {kind for kind, yes in inside.items() if yes} == {*LINEAR, "built_matrix"}
     assert not is_linear("head", head)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "tied"])
+def test_embeddings_stay_out_of_scope_projected_and_built(kind):
+    leaf = SMALL.one(KINDS[kind])
+    for seen in (
+        projected(Projection(2), keep_rows=True)(kind, leaf),
+        projected(Projection(2))(kind, leaf),
+        materialize_leaf(leaf),
+    ):
+        assert not is_linear(kind, seen)
 
 
 @pytest.mark.parametrize("kind", ["embedding", "norm", "groups", "built_matrix", "tied"])

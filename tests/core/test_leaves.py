@@ -218,6 +218,8 @@ def test_swapped_roles_transpose_the_gradient():
     assert_same(gradient(swapped), gradient(leaf).transpose(1, 2))
     assert swapped.parts == (Part("fc.weight", leaf.a.shape[-1], transposed=True),)
     assert swap_roles(swapped).parts == leaf.parts
+    longer = swap_roles(pad_rows(replace(leaf, a=leaf.a + 7, g=0 * leaf.g), leaf.g.shape[1] + 1))
+    assert not longer.g.any()
 
 
 def test_factors_must_agree_in_examples_and_rows():
@@ -244,7 +246,7 @@ def test_constructors_fill_in_the_parts():
     x, g = torch.ones(2, 5, 3), torch.ones(2, 5, 4)
     assert factorized("w", x, g, transposed=True).parts == (Part("w", 4, transposed=True),)
     assert factorized("w", x, g, bias="b").parts == (Part("w", 4, bias="b"),)
-    assert lookup("e", torch.zeros(2, 5, dtype=torch.long), x, rows=11).parts == (Part("e", 11),)
+    assert lookup("e", torch.zeros(2, 5, dtype=torch.long), x, rows=11).parts == (Part("e", 11, head=True),)
     assert diagonal("ln", x, x).parts == (Part("ln", 3),)
     assert materialized("s", torch.ones(2)).parts == (Part("s", 1),)
 

@@ -1,5 +1,6 @@
 """Maps that keep rows: shares of training positions add up to the score in the map's own coordinates."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from attrax.core import (
     projected,
     token_scores,
 )
+from attrax.core.algebra import pad_rows
 from attrax.core.projection import projection_matrix
 
 from .dense import assert_same, gradient, rows, token_shares
@@ -97,6 +99,18 @@ def test_kept_rows_stay_factored_even_where_they_are_larger():
     for which, kind in kinds.items():
         assert isinstance(projected(ROWS[which], keep_rows=True)("w", x), kind)
         assert isinstance(projected(ROWS[which])("w", x), Materialized)
+
+
+@pytest.mark.parametrize("which", ["two", "two_sjlt", "two_wide"])
+def test_rows_of_an_embedding_without_a_gradient_count_nowhere(which):
+    """Neither padding, whose id is none, nor a position that no loss sees."""
+    leaf = SIZE.one(FACTORED["embedding"])
+    leaf = replace(leaf, g=leaf.g * (torch.arange(5) != 2).unsqueeze(1))
+    view = projected(ROWS.get(which, Projection(100)), keep_rows=True)
+    found, padded = (kronecker_sums(view("w", x)) for x in (leaf, pad_rows(leaf, 9)))
+    assert int(found.rows) == int(padded.rows) == 3 * 4
+    assert_same(padded.g[0], found.g[0])
+    assert_same(padded.a, found.a)
 
 
 def test_maps_without_rows_are_refused_as_the_train_side():

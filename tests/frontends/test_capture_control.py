@@ -143,6 +143,20 @@ def test_outputs_of_every_kind(kind, how, blocks, rng):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_part_compiled_inside_the_capture_keeps_its_names(blocks, rng):
+    """Block by block, as accelerate and torchtitan compile."""
+    model, batch = seeded(MLP), classes(rng)
+    right = one_by_one(seeded(MLP), batch, CLASSIFY)
+    torch._dynamo.reset()
+    with capture(model, sinks=[blocks.append], loss="sum", strict=True):
+        compiled: Any = torch.compile(model.second, backend="eager")
+        model.second = compiled
+        sum_ce(model, batch).backward()
+    assert_gradients(block_gradients(blocks[0]), right)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_model_compiled_inside_the_capture(backend, blocks, rng):
     """Layers run as they are, between compiled regions: nothing is lost, but little is compiled."""

@@ -7,10 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from attrax.core import Block, content_ids
+from attrax.core import Block, collect, content_ids
 from attrax.frontends import capture, classification, live
 from attrax.methods import graddot
 
@@ -189,21 +193,54 @@ def test_checkpointing_and_selections_inside_it(how, include, blocks, rng):
 
 
 @pytest.mark.parametrize(
-    ("around", "how"), [("a part", "REENTRANT"), ("a part", "NO_REENTRANT"), ("the model", "NO_REENTRANT")]
+    ("around", "how"),
+    [
+        ("a part", "REENTRANT"),
+        ("a part", "NO_REENTRANT"),
+        ("a part", "offload"),
+        ("the model", "NO_REENTRANT"),
+        ("the model", "offload"),
+    ],
 )
 def test_wrappers_of_checkpointing_change_no_name(around, how, blocks, rng):
     """What accelerate's and OLMo-core's options put around modules."""
     plain, batch = seeded(MLP), classes(rng)
     right = one_by_one(plain, batch, CLASSIFY)
-    wrapped = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[how])
+    wrapped: Any = offload_wrapper
+    if how != "offload":
+        wrapped = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[how])
     model = seeded(MLP) if around == "a part" else wrapped(seeded(MLP))
     if around == "a part":
         model.second = wrapped(model.second)
     with capture(model, sinks=[blocks.append], loss="sum", include=r"^[^_]*$"):
         sum_ce(model, batch).backward()
     assert_gradients(block_gradients(blocks[0]), right)
+    assert blocks[0].examples.ids == classes_ids(batch)
     source, queries = live(model, [batch], CLASSIFY), live(plain, [batch], CLASSIFY)
     torch.testing.assert_close(graddot(source, queries).values, graddot(queries, queries).values)
+
+
+def test_layers_that_share_an_input_are_stacked_in_the_order_of_the_forward_pass(blocks, rng):
+    """Reentrant checkpointing of each runs them again last one first."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.gate = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.gate(h).sigmoid() * self.up(h)
+
+    plain, model, batch = seeded(Gated), seeded(Gated), classes(rng)
+    for name in ("up", "gate"):
+        wrapped = checkpoint_wrapper(getattr(model, name), checkpoint_impl=CheckpointImpl.REENTRANT)
+        setattr(model, name, wrapped)
+    with capture(model, sinks=[blocks.append], loss="sum"):
+        sum_ce(model, batch).backward()
+    source = live(plain, [batch], CLASSIFY)
+    assert set(blocks[0].grads) == set(collect(source).grads) == {"first.weight", "gate.weight"}
+    assert_gradients(block_gradients(blocks[0]), one_by_one(plain, batch, CLASSIFY))
 
 
 def test_a_forward_pass_on_what_a_backward_has_freed(blocks, rng):

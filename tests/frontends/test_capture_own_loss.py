@@ -1,6 +1,7 @@
 """Which mean a model's own loss is, told batch by batch, and with it the gradients of sums."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -172,3 +173,66 @@ def test_classifiers(rng):
             model(x=x, labels=torch.arange(rows))["loss"].backward()
             model.zero_grad()
     assert [[x.tolist() for x in known(b)] for b in blocks] == [[[1.0], [1]], [[0.25] * 4, [1] * 4]]
+
+
+@dataclass
+class Returned:
+    """What some libraries' models return."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class As(OwnLM):
+    """Its mean loss and logits in some container."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__("tokens")
+        self.make = make
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        found = super().forward(input_ids, attention_mask, labels)
+        return self.make(found["loss"], found["logits"])
+
+
+Step = Callable[[Any, Any], Tensor]
+
+
+def captured_with(model: Any, batch: Any, step: Step, **options: Any) -> list[Block]:
+    blocks: list[Block] = []
+    with capture(model, sinks=[blocks.append], **options):
+        step(model(**batch), batch).backward()
+    return blocks
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "token_mean"}], ids=str)
+@pytest.mark.parametrize(
+    "make", [Returned, lambda *x: list(x), lambda *x: x], ids=["dataclass", "list", "tuple"]
+)
+def test_what_divides_a_loss_is_seen_however_it_is_returned(make, options, rng):
+    model, batch = seeded(lambda: As(make)), documents(rng, UNEQUAL)
+
+    def step(out: Any, _: Any) -> Tensor:
+        assert type(out) is type(make(out, out))
+        return (out.loss if isinstance(out, Returned) else out[0]) / 4
+
+    assert_sums(model, captured_with(model, batch, step, **options), [batch])
+
+
+@pytest.mark.parametrize("by", [0.25, 8.0])
+def test_a_loss_that_the_loop_scales_in_place(by, rng):
+    """Times 8, the mean of two documents of 4 terms has the value of a sum."""
+    model, batch = seeded(lambda: OwnLM("tokens")), documents(rng, [5, 5])
+    blocks = captured_with(model, batch, lambda out, _: out["loss"].mul_(by))
+    assert_sums(model, blocks, [batch])
+
+
+def test_a_declared_loss_of_the_loop_beside_the_models_own(rng):
+    """It is what the gradient is of; the model's own, times 0, changes nothing."""
+    model, batch = seeded(lambda: OwnLM("sum")), documents(rng, UNEQUAL)
+
+    def step(out: Any, batch: Any) -> Tensor:
+        logits, wanted = out["logits"][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        return 0 * out["loss"] + F.cross_entropy(logits, wanted, ignore_index=-100)
+
+    assert_sums(model, captured_with(model, batch, step, loss="token_mean"), [batch])

@@ -1,10 +1,12 @@
 """Exact metagradients against central differences of literal retraining, for every optimizer and way to record."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from attrax.core import Scores
 from attrax.core.trajectory import Recorded
@@ -126,6 +128,24 @@ def test_steps_between_recorded_ones_are_trained_again(name, every):
     r = made(name)
     few = magic(again(r, thinned(r.trajectory, every)), r.query)
     assert_same(few.values, scored(name).values)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_parts_that_run_again_in_backward_do_so_at_the_parameters_of_the_step(every):
+    r = made("clipped")
+    recorded = thinned(r.trajectory, every)
+    model = copy.deepcopy(r.recipe.model)
+    assert isinstance(model, nn.Sequential)
+    model[2] = checkpoint_wrapper(model[2])
+    checkpointed, plain = replace(again(r, recorded), model=model), again(r, recorded)
+    assert_same(magic(checkpointed, r.query).values, scored("clipped").values)
+    vectors = r.trajectory.step(1).parameters
+    for found, right in (
+        (x.queries(r.queries).hvp(0, vectors) for x in (checkpointed, plain)),
+        (x.gradient(0, vectors) for x in (checkpointed, plain)),
+    ):
+        for name, value in right.items():
+            assert_same(found[name], value)
 
 
 def test_at_most_a_segment_of_states_is_held():
