@@ -1,5 +1,7 @@
 """An unmodified Hugging Face Trainer: training as without a capture, and what the capture recorded."""
 
+import os
+import unittest.mock
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -358,7 +361,8 @@ def test_a_compiled_trainer(tmp_path):
     """
     torch._dynamo.reset()
     model, blocks = still(), []
-    made = trainer(model, tmp_path, 1, torch_compile=True, torch_compile_backend="aot_eager")
+    with unittest.mock.patch.dict(os.environ):  # in which the options are left
+        made = trainer(model, tmp_path, 1, torch_compile=True, torch_compile_backend="aot_eager")
     check = Check(still(), label_losses)
     with (
         check.listening(model),
@@ -367,3 +371,6 @@ def test_a_compiled_trainer(tmp_path):
         made.train()
     assert running.coverage.share == 1 and len(blocks) == STEPS and check.checked
     torch._dynamo.reset()
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # it would compile the models of later accelerators
