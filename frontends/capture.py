@@ -36,11 +36,12 @@ from attrax.frontends.doubts import (
     warn_of_nothing,
 )
 from attrax.frontends.events import BackwardEvent, StepEvent, averaging
+from attrax.frontends.losstaps import tap_loss
 from attrax.frontends.merging import merged
 from attrax.frontends.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.moves import Moves
 from attrax.frontends.nonfinite import nonfinite_examples, without_nonfinite
-from attrax.frontends.normalization import Declared, Normalization, tap_loss
+from attrax.frontends.normalization import Declared, Normalization
 from attrax.frontends.notes import Delivered
 from attrax.frontends.observed import overflows
 from attrax.frontends.owners import Owners, checked, count, pass_ids, places, together

@@ -6,9 +6,8 @@ loss, the gradient that arrives at that loss carries gradient accumulation and l
 Elsewhere the loop says which loss it uses, and nothing is guessed.
 """
 
-import copy
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,72 +30,6 @@ NAMES: dict[str, tuple[Over, ...]] = {
     "token_mean": ("tokens",),
     "example_mean": ("rows", "sums"),
 }
-
-
-class LossTap(torch.autograd.Function):
-    """Identity that tells of the gradient arriving at it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tell: Callable[[Tensor], None]) -> Tensor:
-        """The tensor itself."""
-        ctx.set_materialize_grads(False)
-        ctx.tell = tell
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient itself; DDP passes on that there is none."""
-        g = grads[0]
-        if g is not None:
-            ctx.tell(g)
-        return g, None
-
-
-def tap_loss(output: Any, notes: Notes) -> Any:
-    """Put a tap on the loss inside a model's output: a tensor, a mapping or a dataclass with `loss`, a tuple or a list.
-
-    The logits beside it are tapped as well, to see whether the loop uses them for a loss of its own.
-
-    Returns:
-        The output with the tapped loss, or unchanged if it holds no scalar loss.
-    """
-    if _is_loss(output):
-        return _tapped(output, None, notes)[0]
-    if isinstance(output, MutableMapping) and _is_loss(output.get("loss")):
-        output["loss"], logits = _tapped(output["loss"], output.get("logits"), notes)
-        if "logits" in output:
-            output["logits"] = logits
-        return output
-    if isinstance(output, tuple | list) and output and _is_loss(output[0]):
-        loss, logits = _tapped(output[0], output[1] if len(output) > 1 else None, notes)
-        values = (loss, *([logits] if len(output) > 1 else []), *output[2:])
-        return getattr(output, "_make", list if isinstance(output, list) else tuple)(values)
-    if is_dataclass(output) and _is_loss(getattr(output, "loss", None)):
-        tapped = copy.copy(output)
-        found = _tapped(getattr(output, "loss"), getattr(output, "logits", None), notes)  # noqa: B009
-        for name, x in zip(("loss", "logits"), found, strict=True):
-            if hasattr(output, name):
-                object.__setattr__(tapped, name, x)
-        return tapped
-    return output
-
-
-def _is_loss(x: object) -> bool:
-    return isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad
-
-
-def _tapped(loss: Tensor, logits: Any, notes: Notes) -> tuple[Tensor, Any]:
-    def scaled(g: Tensor) -> None:
-        notes.scale = g.detach().clone()
-
-    def used(g: Tensor) -> None:
-        notes.outside = True
-
-    notes.loss = loss.detach().clone()
-    if isinstance(logits, Tensor) and logits.requires_grad:
-        notes.logits, notes.version = logits.detach(), logits._version
-        logits = LossTap.apply(logits, used)
-    return LossTap.apply(loss, scaled), logits
 
 
 class Normalization:

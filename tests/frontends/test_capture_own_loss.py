@@ -236,3 +236,42 @@ def test_a_declared_loss_of_the_loop_beside_the_models_own(rng):
         return 0 * out["loss"] + F.cross_entropy(logits, wanted, ignore_index=-100)
 
     assert_sums(model, captured_with(model, batch, step, loss="token_mean"), [batch])
+
+
+def test_the_logits_of_a_model_are_those_of_its_loss(rng):
+    """Their gradient can be asked for and kept, as without a capture."""
+    model, batch = seeded(lambda: OwnLM("tokens")), documents(rng, UNEQUAL)
+    plain = model(**batch)
+    (right,) = torch.autograd.grad(plain["loss"], plain["logits"])
+    blocks: list[Block] = []
+    with capture(model, sinks=[blocks.append]):
+        out = model(**batch)
+        (asked,) = torch.autograd.grad(out["loss"], out["logits"], retain_graph=True)
+        out["logits"].retain_grad()
+        out["loss"].backward()
+    assert torch.equal(asked, right) and torch.equal(out["logits"].grad, right)
+    assert_sums(model, blocks, [batch])
+
+
+class TwiceLM(OwnLM):
+    """Its logits go into its loss in two places."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.lm(input_ids, attention_mask)
+        halves = [logits[:, :-1].transpose(1, 2) for _ in range(2)]
+        wanted = labels[:, 1:]
+        terms = [F.cross_entropy(x, wanted, ignore_index=-100, reduction="sum") for x in halves]
+        return {"loss": (terms[0] + terms[1]) / (2 * (wanted != -100).sum()), "logits": logits}
+
+
+@pytest.mark.parametrize("outside", [0.0, 0.5])
+def test_all_uses_of_the_logits_in_a_loss_are_its_own(outside, rng):
+    """And what the loop adds is not."""
+    model, batch = seeded(lambda: TwiceLM("tokens")), documents(rng, UNEQUAL)
+    (block,) = captured_with(
+        model, batch, lambda out, _: out["loss"] + outside * out["logits"].square().sum()
+    )
+    if outside:
+        assert block.examples.weight is None
+    else:
+        assert_sums(model, [block], [batch])
