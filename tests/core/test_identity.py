@@ -95,9 +95,9 @@ def test_fingerprints_do_not_depend_on_the_order_of_names():
 
 @pytest.mark.parametrize("chunk", [1, 7, 10**6])
 def test_fingerprints_do_not_depend_on_the_chunk(chunk, monkeypatch):
-    w = {"w": normal(generator(1), 10, 10)}
+    w = {"w": normal(generator(1), 150, 150)}
     whole = fingerprint(w)
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(module, "_CACHED", chunk)
     assert fingerprint(w) == whole
 
 
