@@ -8,7 +8,7 @@ thread that reads ahead; it moves in the order of the reader's stream.
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -28,6 +28,11 @@ from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows
 
 WINDOW_BYTES = 80 * 2**20
+_TOLD = 2**20
+"""Bytes that the system is told to read in one call: of more it reads as much as it reads ahead by itself."""
+_TABLES = 4
+"""Windows by which tables are read ahead of their data: a small read waits for all that was asked for before it."""
+_TABLE = 2**18
 
 Shape: TypeAlias = int | Literal["step"] | None
 """Examples per block, "step" for one block an optimizer step, None for the blocks that were written."""
@@ -71,6 +76,8 @@ def windows_of(folder: Path, shards: Sequence[ShardInfo], rows: Rows, reading: R
     ready: dict[int, Window] = {}
     try:
         for number in range(len(plan)):
+            for start, stops in plan[number + _TABLES if number else 0 : number + _TABLES + 1]:
+                _announce_tables(folder, [shards[s] for s in shards_in(rows.take(slice(start, stops[-1])))])
             for n in range(number, min(number + 1 + max(1, reading.prefetch), len(plan))):
                 try:
                     ready[n] = ready[n] if n in ready else _ready(folder, shards, rows, files, *plan[n])
@@ -123,8 +130,6 @@ def _planned(shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Itera
 
 def _announce(files: Mapping[int, Shard], wanted: Mapping[Part, Int[np.ndarray, " _"]]) -> None:
     """Let the system read the slabs that are needed whole, neighbors in one go."""
-    if not hasattr(os, "posix_fadvise"):
-        return
     ranges: list[tuple[int, int, int]] = []
     for (s, number), row in wanted.items():
         slab, envelope = files[s].table.slabs[number], files[s].envelope
@@ -135,7 +140,25 @@ def _announce(files: Mapping[int, Shard], wanted: Mapping[Part, Int[np.ndarray, 
             begin = ranges.pop()[1]
         ranges.append((envelope.descriptor, begin, end))
     for descriptor, begin, end in ranges:
-        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        _tell(descriptor, begin, end)
+
+
+def _announce_tables(folder: Path, shards: Sequence[ShardInfo]) -> None:
+    """Let the system read what it takes to open shards: their begin and their end, where the table is."""
+    for info in shards:
+        with suppress(OSError):  # raised again when their turn comes
+            descriptor = os.open(folder / info.name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _tell(descriptor, 0, PAGE)
+                _tell(descriptor, max(0, info.size - _TABLE), info.size)
+            finally:
+                os.close(descriptor)
+
+
+def _tell(descriptor: int, begin: int, end: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        for at in range(begin, end, _TOLD):
+            os.posix_fadvise(descriptor, at, min(_TOLD, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def as_needed(windows: Generator[Window]) -> Generator[tuple[Read, Sequence[BlockRows]]]:
