@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, MutableMapping
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -51,15 +51,15 @@ def tap_loss(output: Any, notes: Notes) -> Any:
         loss = _tapped(output[0], output[1] if len(output) > 1 else None, notes)
         values = (loss, *output[1:])
         return getattr(output, "_make", list if isinstance(output, list) else tuple)(values)
-    if is_dataclass(output) and _is_loss(getattr(output, "loss", None)):
+    loss = getattr(output, "loss", None)
+    if is_dataclass(output) and _is_loss(loss):
         tapped = copy.copy(output)
-        loss = _tapped(getattr(output, "loss"), getattr(output, "logits", None), notes)  # noqa: B009
-        object.__setattr__(tapped, "loss", loss)
+        object.__setattr__(tapped, "loss", _tapped(loss, getattr(output, "logits", None), notes))
         return tapped
     return output
 
 
-def _is_loss(x: object) -> bool:
+def _is_loss(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad
 
 

@@ -15,15 +15,14 @@ from attrax.core import Clip
 from attrax.core.algebra import wide
 from attrax.core.transfers import fetched
 from attrax.frontends.sharding import Piece, added_up, gradients, named, pieces, whole
-from attrax.frontends.sparse import rows_of
+from attrax.frontends.sparse import filled, rows_of
 from attrax.frontends.sums import several_processes
 from attrax.frontends.tensor_parallel import parallel_mesh
 
 
 def dense(g: Tensor, cut: Piece | None = None) -> Tensor:
     """A gradient as one dense tensor of this process."""
-    g = whole(g.detach(), cut)
-    return g.to_dense() if g.is_sparse else g
+    return filled(whole(g.detach(), cut))
 
 
 def norms(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from attrax.frontends.distributed import Processes
 from attrax.frontends.events import Averaging
 from attrax.frontends.removal import is_reduced, mean_slice, no_mean, summed
 from attrax.frontends.sharding import Piece, gradients, is_sharded, named, part, pieces
+from attrax.frontends.sparse import filled
 from attrax.frontends.tensor_parallel import parallel_mesh
 from attrax.frontends.verify import distance, mismatches, raise_on
 
@@ -233,8 +234,7 @@ def _check_alike(sums: Mapping[str, Tensor], group: ProcessGroup) -> None:
 
 def _dense(g: Tensor) -> Tensor:
     """Entries of a gradient that this process holds."""
-    g = g.to_local() if isinstance(g, DTensor) else g
-    return g.to_dense() if g.is_sparse else g
+    return filled(g.to_local() if isinstance(g, DTensor) else g)
 
 
 def several_processes() -> bool:

@@ -17,6 +17,7 @@ from attrax.core.leaves import dtype_of
 from attrax.frontends.randomness import draws, undrawn
 from attrax.frontends.rows import for_loss, pick
 from attrax.frontends.sharding import canonical
+from attrax.frontends.sparse import filled
 
 if TYPE_CHECKING:
     from attrax.frontends.live import Live
@@ -161,7 +162,7 @@ def autograd_gradients(
         if hidden:
             source.loss(source.model, for_loss(batch, source.loss)).sum().backward()
             grads = [p.grad for p in own.values()]
-    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(own, grads, strict=True) if g is not None}
+    return {n: filled(g) for n, g in zip(own, grads, strict=True) if g is not None}
 
 
 @contextlib.contextmanager
@@ -184,7 +185,7 @@ def distance(captured: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor
     """Largest difference of two gradients, and the largest entry of the reference; 0 if this is not finite."""
     if reference is None:
         return captured.abs().max(), captured.new_zeros(())
-    expected = reference.to_dense() if reference.is_sparse else reference
+    expected = filled(reference)
     expected = expected.reshape(captured.shape)
     difference = (captured - expected).abs().max()
     finite = expected.isfinite().all()

@@ -23,7 +23,7 @@ from attrax.core.schema import ShardInfo
 from attrax.frontends.buffers import Buffers
 from attrax.frontends.storage.background import ahead
 from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
-from attrax.frontends.storage.envelope import PAGE
+from attrax.frontends.storage.envelope import PAGE, data_at
 from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows
 
@@ -149,7 +149,7 @@ def _announce_tables(folder: Path, shards: Sequence[ShardInfo]) -> None:
         with suppress(OSError):  # raised again when their turn comes
             descriptor = os.open(folder / info.name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _tell(descriptor, 0, PAGE)
+                _tell(descriptor, 0, data_at())
                 _tell(descriptor, max(0, info.size - _TABLE), info.size)
             finally:
                 os.close(descriptor)
