@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,7 +43,7 @@ from attrax.core import Block, Examples, GradTree, factorized, materialized
 from attrax.core.schema import SCHEMA
 from attrax.frontends.storage.compaction import compact_store
 from attrax.frontends.storage.damages import damages
-from attrax.frontends.storage.index import _canonical
+from attrax.frontends.storage.index import enclosed
 from attrax.frontends.storage.store import open_store, store
 
 TOTAL, EACH = 32, 8
@@ -268,8 +267,7 @@ def hostile(folder: Path, outside: Path) -> str:
     shutil.copy(shards(folder)[0], secret)
     entries = json.loads(index.read_text())["shards"]
     entries.append({**entries[0], "name": "../outside/secret.shard.h5", "size": secret.stat().st_size})
-    text = _canonical(entries)
-    index.write_text(f'{{"schema":{SCHEMA},"crc32":{zlib.crc32(text.encode())},"shards":{text}}}')
+    index.write_text(enclosed(json.dumps(entries)))
     assert exact(folder) == list(range(TOTAL))
     index.write_bytes(pickle.dumps(Bomb(trap)))
     assert exact(folder) == list(range(TOTAL))

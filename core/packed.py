@@ -198,8 +198,6 @@ def take_packed(packed: Packed, index: Int[np.ndarray, " n"] | slice) -> Packed:
     >>> take_packed(pack(materialized("b", torch.arange(4.0))), np.array([2, 0])).arrays[0]
     tensor([2., 0.])
     """
-    if isinstance(index, slice) and index == slice(0, len(packed.offsets) - 1):
-        return packed
     uses = tuple(take_packed(use, index) for use in packed.uses)
     if isinstance(index, slice):
         offsets = packed.offsets[index.start : index.stop + 1]

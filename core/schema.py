@@ -40,9 +40,9 @@ those of every call); of a sparse Lookup, those without an id.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +122,34 @@ class Form:
         return f"{self.kind}({inner})" + (f" in {self.basis}" if self.basis else "")
 
 
+class Places(NamedTuple):
+    """Where data and table of a shard lie in its file, in bytes.
+
+    Attributes:
+        data: Where the data begin.
+        size: How long they are.
+        table: Where the table begins.
+        length: How long it is.
+        checksum: XXH3-64 of the table.
+    """
+
+    data: int = 0
+    size: int = 0
+    table: int = 0
+    length: int = 0
+    checksum: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
     """All of a shard but its arrays; the sequences over blocks have K entries.
 
+    The table tells all but the first three.
+
     Attributes:
         name: File name.
         size: File size in bytes.
+        places: Where data and table lie; two descriptions are equal without it.
         run: Run id: one pass of a program over data.
         rank: Number of the process within the run.
         sequence: Number of the shard within (run, rank).
@@ -153,6 +174,7 @@ class ShardInfo:
 
     name: str
     size: int
+    places: Places = field(compare=False)
     run: str
     rank: int
     sequence: int
@@ -279,9 +301,9 @@ def _is_valid(form: Form) -> bool:
     return known and bounded and bool(form.parts) and right[form.kind]()
 
 
-@lru_cache(4096)
-def _cached_form(text: str) -> Form:
-    return form_from_json(json.loads(text))
+@lru_cache(64)
+def _cached_leaves(text: str) -> tuple[tuple[str, Form], ...]:
+    return tuple((str(name), form_from_json(form)) for name, form in json.loads(text))
 
 
 @lru_cache(4096)
@@ -314,6 +336,7 @@ def info_from_json(entry: Mapping[str, Any]) -> ShardInfo:
     info = ShardInfo(
         name=str(entry["name"]),
         size=int(entry["size"]),
+        places=Places(*items("places", int)),
         run=str(entry["run"]),
         rank=int(entry["rank"]),
         sequence=int(entry["sequence"]),
@@ -331,7 +354,7 @@ def info_from_json(entry: Mapping[str, Any]) -> ShardInfo:
         kinds=items("kinds", int),
         absent=items("absent", int),
         signatures=tuple(tuple(int(number) for number in signature) for signature in entry["signatures"]),
-        leaves=tuple((str(name), _cached_form(json.dumps(form))) for name, form in entry["leaves"]),
+        leaves=_cached_leaves(json.dumps(entry["leaves"])),
         absences=tuple(tuple(str(name) for name in names) for names in entry["absences"]),
         columns=items("columns", str),
     )

@@ -41,10 +41,11 @@ class Buffers:
         """CPU memory for an array."""
         size = math.prod(shape) * dtype.itemsize
         room = 1 << max(_SMALL, size).bit_length()
-        sizes = [len(x) for x in self._made]
-        free = (n for n, has in enumerate(sizes) if has == room and _references(self._made, n) == _UNUSED)
-        at = next(free, None)
-        whole = np.empty(room, np.uint8) if at is None else self._made[at]
-        if at is None:
+        for n in range(len(self._made)):
+            if len(self._made[n]) == room and _references(self._made, n) == _UNUSED:
+                whole = self._made[n]
+                break
+        else:
+            whole = np.empty(room, np.uint8)
             self._made = [whole, *self._made[: _KEPT - 1]]
-        return torch.from_numpy(whole)[:size].view(dtype).reshape(tuple(shape))
+        return torch.from_numpy(whole[:size]).view(dtype).reshape(tuple(shape))

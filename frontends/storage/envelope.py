@@ -4,20 +4,18 @@ HDF5 makes the descriptions in memory once the sizes are known, so that a full d
 can neither write nor close.
 """
 
-import os
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import h5py
 from h5py import h5d, h5t  # pyright: ignore[reportAttributeAccessIssue]
 
-from attrax.core.schema import FORMAT, SCHEMA
+from attrax.core.schema import FORMAT, SCHEMA, Places
 from attrax.frontends.storage.h5types import (
-    checksum_fits,
     dense,
     member,
     place_of,
+    read_checksum,
     read_number,
     read_text,
     write_checksum,
@@ -112,24 +110,7 @@ def _made(size: int, table: bytes) -> tuple[_Memory, int, int]:
         return memory, data.get_offset(), text.get_offset()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Envelope:
-    """An open shard.
-
-    Attributes:
-        descriptor: Of the file.
-        at: Where its data begin.
-        size: Bytes of its data.
-        table: Its table, compared with its checksum.
-    """
-
-    descriptor: int
-    at: int
-    size: int
-    table: bytes
-
-
-def opened(file: h5py.File) -> Envelope:
+def places_in(file: h5py.File) -> Places:
     """Find data and table of a shard; nothing in it is trusted.
 
     Raises:
@@ -141,19 +122,19 @@ def opened(file: h5py.File) -> Envelope:
             f"is of format {found[0]!r}, schema {found[1]}; this version of attrax reads {FORMAT!r}, schema {SCHEMA}. "
             "Open the store with the version that wrote it."
         )
-    (descriptor, at, size), (_, start, length) = (_place(file, name) for name in ("data", "table"))
-    table = os.pread(descriptor, length, start)
-    if not checksum_fits(member(file, "table", h5d.DatasetID), table):
-        raise ValueError("the checksum of its table does not fit")
-    return Envelope(descriptor, at, size, table)
+    data, table = (member(file, name, h5d.DatasetID) for name in ("data", "table"))
+    where, checksum = (*_place("data", data), *_place("table", table)), read_checksum(table)
+    if checksum is None:
+        raise ValueError("its table has no checksum")
+    return Places(*where, checksum)
 
 
 class OtherSchema(ValueError):
     """A file of another format or schema."""
 
 
-def _place(file: h5py.File, name: str) -> tuple[int, int, int]:
-    dataset = member(file, name, h5d.DatasetID)
+def _place(name: str, dataset: Any) -> tuple[int, int]:
     if dataset.get_type() != h5t.STD_U8LE or len(dataset.shape) != 1:
         raise ValueError(f"'{name}' is not a list of bytes")
-    return place_of(dataset, 1)
+    _, at, size = place_of(dataset, 1)
+    return at, size

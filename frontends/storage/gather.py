@@ -67,21 +67,29 @@ class _Piece:
 
     Attributes:
         read: What was read of the slab.
-        place: Their places in `read`; a slice if these are neighbors.
+        place: Their places in `read`; a slice if these are neighbors, None if they are all of them in order.
         here: Their places in the block.
     """
 
     read: Loaded
-    place: Int[np.ndarray, " n"] | slice
+    place: Int[np.ndarray, " n"] | slice | None
     here: Int[np.ndarray, " n"]
+
+    def leaf(self, name: str) -> Packed:
+        """The rows of a leaf."""
+        packed = self.read.leaf(name)
+        return packed if self.place is None else take_packed(packed, self.place)
 
 
 def _piece(read: Loaded, block: BlockRows, part: Part) -> _Piece:
-    rows = block.rows
-    here = np.flatnonzero((rows.shard == part[0]) & (block.slab == part[1]))
-    place = np.searchsorted(read.rows, rows.row[here])
-    neighbors = bool((place[1:] - place[:-1] == 1).all())
-    return _Piece(read, slice(int(place[0]), int(place[-1]) + 1) if neighbors else place, here)
+    rows, every = block.rows, np.arange(len(block.rows))
+    one = len(block.parts) == 1
+    here = every if one else np.flatnonzero((rows.shard == part[0]) & (block.slab == part[1]))
+    place = read.rows.searchsorted(rows.row if one else rows.row[here])
+    first = int(place[0])
+    if not (place - first == every[: len(place)]).all():
+        return _Piece(read, place, here)
+    return _Piece(read, None if len(place) == len(read.rows) else slice(first, first + len(place)), here)
 
 
 def _cut(
@@ -93,7 +101,7 @@ def _cut(
     first = shards[rows.shard[0]]
     names = [first.leaves[number][0] for number in first.signatures[first.kinds[rows.block[0]]]]
     pieces = [_piece(loaded[part], block, part) for part in block.parts]
-    return block.examples, ((name, _leaf(name, pieces, name in built)) for name in names)
+    return block.examples, _leaves(names, pieces, built)
 
 
 def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
@@ -119,15 +127,24 @@ def _refuse_parts(shards: Sequence[ShardInfo], rows: Rows) -> None:
     )
 
 
-def _leaf(name: str, pieces: Sequence[_Piece], build: bool) -> Leaf:
+def _leaves(
+    names: Sequence[str], pieces: Sequence[_Piece], built: frozenset[str]
+) -> Iterator[tuple[str, Leaf]]:
+    """The leaves of a block."""
+    for name in names:
+        if len(pieces) == 1:
+            leaf = unpack(pieces[0].leaf(name))
+            yield name, materialize_leaf(leaf) if name in built else leaf
+        else:
+            yield name, _joined(name, pieces, name in built)
+
+
+def _joined(name: str, pieces: Sequence[_Piece], build: bool) -> Leaf:
     """One leaf of a block, from what its slabs hold in one form or another."""
-    if len(pieces) == 1:
-        leaf = unpack(take_packed(pieces[0].read.leaf(name), pieces[0].place))
-        return materialize_leaf(leaf) if build else leaf
     found: dict[Form, list[tuple[_Piece, Packed]]] = {}
     for piece in pieces:
-        packed = piece.read.leaf(name)
-        found.setdefault(packed.form, []).append((piece, take_packed(packed, piece.place)))
+        packed = piece.leaf(name)
+        found.setdefault(packed.form, []).append((piece, packed))
     leaves = [unpack(concat_packed([packed for _, packed in same])) for same in found.values()]
     leaf = concat([materialize_leaf(leaf) for leaf in leaves] if build else leaves)
     order = _order([piece for same in found.values() for piece, _ in same])

@@ -84,13 +84,13 @@ def write_checksum(dataset: Any, data: bytes | memoryview) -> None:
     h5a.create(dataset, CHECKSUM, h5t.STD_U64LE, h5s.create(h5s.SCALAR)).write(value)
 
 
-def checksum_fits(dataset: Any, data: bytes | memoryview) -> bool:
-    """Whether bytes have the checksum of a dataset."""
+def read_checksum(dataset: Any) -> int | None:
+    """The checksum of a dataset, if it has one."""
     value = np.zeros((), np.uint64)
     if not h5a.exists(dataset, CHECKSUM) or h5a.open(dataset, CHECKSUM).shape != ():
-        return False
+        return None
     h5a.open(dataset, CHECKSUM).read(value)
-    return int(value) == xxh3_64_intdigest(data)
+    return int(value)
 
 
 def write_array(group: h5py.Group, name: str, x: Tensor) -> None:
@@ -132,7 +132,7 @@ def read_array(group: h5py.Group, name: str) -> Tensor:
         descriptor, at, _ = place_of(dataset, dtype.itemsize)
         out = uninitialized(dataset.shape, dtype)
         read_bytes(descriptor, at, bytes_of(out))
-        if not checksum_fits(dataset, bytes_of(out)):
+        if read_checksum(dataset) != xxh3_64_intdigest(bytes_of(out)):
             raise ValueError("its checksum does not fit")
     except ValueError as error:
         raise ValueError(f"'{group.name}/{name}': {error}") from error
@@ -186,11 +186,18 @@ def child(group: h5py.Group, *names: str) -> h5py.Group:
 
 def read_text(owner: h5py.Group, name: str) -> str:
     """What `write_text` wrote."""
-    value: Any = owner.attrs[name]
-    return value if isinstance(value, str) else bytes(value).decode()
+    return bytes(_attribute(owner, name)).decode()
 
 
 def read_number(owner: h5py.Group, name: str) -> int | float:
     """A numeric attribute."""
-    value: Any = owner.attrs[name]
-    return value.item()
+    return _attribute(owner, name).item()
+
+
+def _attribute(owner: h5py.Group, name: str) -> np.ndarray:
+    found = h5a.open(owner.id, name.encode())
+    if found.shape != () or found.dtype.kind not in "iufS":
+        raise ValueError(f"'{owner.name}': attribute '{name}' is neither a number nor a text of fixed length")
+    out = np.empty((), found.dtype)
+    found.read(out)
+    return out

@@ -8,7 +8,6 @@ import json
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from attrax.core.schema import SCHEMA, ShardInfo, info_from_json, info_to_json, json_of
 from attrax.frontends.storage.folder import INDEX, shard_sizes, write_index
@@ -35,22 +34,22 @@ def shards_of(folder: Path, without: Collection[str] = ()) -> tuple[ShardInfo, .
     return tuple(info for info in shards if info.name not in replaced)
 
 
-def _canonical(shards: Any) -> str:
-    return json_of(shards, sort_keys=True)
-
-
 def _dumped(shards: tuple[ShardInfo, ...]) -> str:
-    text = _canonical([info_to_json(info) for info in shards])
-    return f'{{"schema":{SCHEMA},"crc32":{zlib.crc32(text.encode())},"shards":{text}}}'
+    return enclosed(json_of([info_to_json(info) for info in shards], sort_keys=True))
+
+
+def enclosed(shards: str) -> str:
+    """The text of an index around the JSON of its shards."""
+    return f'{{"schema":{SCHEMA},"crc32":{zlib.crc32(shards.encode())},"shards":{shards}}}'
 
 
 def _load(path: Path) -> dict[str, ShardInfo]:
     """The usable index; nothing in it is trusted."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        text = _canonical(content["shards"])
-        if content["schema"] != SCHEMA or content["crc32"] != zlib.crc32(text.encode()):
+        text = path.read_text(encoding="utf-8")
+        shards = text.partition('"shards":')[2][:-1]
+        if text != enclosed(shards):
             return {}
-        return {info.name: info for info in map(info_from_json, content["shards"])}
+        return {info.name: info for info in map(info_from_json, json.loads(shards))}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}

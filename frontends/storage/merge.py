@@ -54,7 +54,7 @@ class Rows:
 
     def take(self, index: np.ndarray | slice) -> "Rows":
         """Some of the rows, by index, mask or slice."""
-        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return Rows(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 def run_order(shards: Sequence[ShardInfo]) -> tuple[str, ...]:

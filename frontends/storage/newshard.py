@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attrax.core.schema import Form, ShardInfo, info_to_json, json_of
+from attrax.core.schema import Form, Places, ShardInfo, info_to_json, json_of
 from attrax.core.tree import Examples
 from attrax.frontends.storage.envelope import PAGE, data_at, wrapped
 from attrax.frontends.storage.recording import Column, Record
@@ -134,6 +134,7 @@ def _table(slabs: Sequence[_Written], header: Mapping[str, Any]) -> dict[str, An
     info = ShardInfo(
         name="",
         size=0,
+        places=Places(),
         ids=tuple(i for e in blocks for i in e.ids),
         steps=tuple(e.step for e in blocks),
         micros=tuple(e.micro for e in blocks),
@@ -148,7 +149,7 @@ def _table(slabs: Sequence[_Written], header: Mapping[str, Any]) -> dict[str, An
         columns=tuple(columns[0]),
         **header,
     )
-    described = {name: value for name, value in info_to_json(info).items() if name not in ("name", "size")}
+    described = {name: value for name, value in info_to_json(info).items() if name not in ("name", "size", "places")}
     return {
         **described,
         "weight": [w for e in blocks for w in _listed(e.weight, len(e))],

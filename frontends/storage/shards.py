@@ -9,15 +9,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import h5py
 import numpy as np
 import torch
 from jaxtyping import Int
+from xxhash import xxh3_64_intdigest
 
 from attrax.core.packed import Memory, Packed, take_packed, uninitialized, unpack
-from attrax.core.schema import ShardInfo
+from attrax.core.schema import Places, ShardInfo
 from attrax.core.tree import Examples
-from attrax.frontends.storage.envelope import Envelope, OtherSchema, opened
+from attrax.frontends.storage.envelope import OtherSchema, places_in
 from attrax.frontends.storage.h5types import open_file
 from attrax.frontends.storage.recording import Column, Record
 from attrax.frontends.storage.shardtable import Table, parsed
@@ -49,28 +49,34 @@ class Shard:
     """A shard that is open for reading."""
 
     info: ShardInfo
-    file: h5py.File
-    envelope: Envelope
+    descriptor: int
     table: Table
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        os.close(self.descriptor)
 
 
-def _opened(path: Path) -> Shard:
-    with _explained(path.name, "the description"):
-        file = open_file(path)
-        try:
-            envelope = opened(file)
-            table = parsed(envelope.table)
-            if any(slab.at + slab.size > envelope.size for slab in table.slabs):
-                raise ValueError(f"its slabs reach beyond its {envelope.size} bytes of data")
-            size = os.fstat(envelope.descriptor).st_size
-            return Shard(replace(table.info, name=path.name, size=size), file, envelope, table)
-        except BaseException:
-            file.close()
-            raise
+def _opened(path: Path, places: Places) -> Shard:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        text = os.pread(descriptor, min(places.length, size), places.table)
+        if xxh3_64_intdigest(text) != places.checksum:
+            raise ValueError("the checksum of its table does not fit")
+        table = parsed(text)
+        if any(slab.at + slab.size > places.size for slab in table.slabs):
+            raise ValueError(f"its slabs reach beyond its {places.size} bytes of data")
+        return Shard(replace(table.info, name=path.name, size=size, places=places), descriptor, table)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _described(path: Path) -> Shard:
+    with open_file(path) as file:
+        places = places_in(file)
+    return _opened(path, places)
 
 
 def read_info(path: Path) -> ShardInfo:
@@ -79,7 +85,7 @@ def read_info(path: Path) -> ShardInfo:
     Raises:
         ValueError: If the file is damaged, of another schema, or not a shard.
     """
-    with closing(_opened(path)) as shard:
+    with _explained(path.name, "the description"), closing(_described(path)) as shard:
         return shard.info
 
 
@@ -89,7 +95,11 @@ def open_shard(folder: Path, info: ShardInfo) -> Shard:
     Raises:
         ValueError: If the file is not what `info` says.
     """
-    shard = _opened(folder / info.name)
+    with _explained(info.name, "the description"):
+        try:
+            shard = _opened(folder / info.name, info.places)
+        except _DAMAGE:  # what a cache says of the places is not trusted
+            shard = _described(folder / info.name)
     if shard.info != info:
         shard.close()
         raise ValueError(
@@ -125,12 +135,12 @@ def read_rows(
         memory: Makes memory for what is read.
         keep: Whether leaves are kept when others are asked for.
     """
-    slab, envelope, name = shard.table.slabs[number], shard.envelope, shard.info.name
+    slab, info = shard.table.slabs[number], shard.info
     here = rows - int(shard.table.starts[number])
 
-    def read(stretch: Stretch) -> Callable[[str], Packed]:
-        with _explained(name, "its data"):
-            return read_stretch(envelope.descriptor, envelope.at + slab.at, slab, stretch, here, memory)
+    def read(stretch: Stretch) -> dict[str, Packed]:
+        with _explained(info.name, "its data"):
+            return read_stretch(shard.descriptor, info.places.data + slab.at, slab, stretch, here, memory)
 
     return Loaded(rows, tuple(slab.layout.stretch_of), lazily(slab.layout, read, keep=keep))
 

@@ -24,7 +24,7 @@ class Table:
     """What the table of a shard says.
 
     Attributes:
-        info: Its description, but for name and size of the file.
+        info: Its description, but for name, size and places of the file.
         weight: Loss weights [N], NaN where unknown.
         tokens: Token counts [N], -1 where unknown.
         weight_bits: Per block, the precision its weights had; 0 if they are unknown.
@@ -52,7 +52,7 @@ def parsed(text: bytes) -> Table:
         ValueError: If it contradicts itself; a TypeError, LookupError or the like if it is no table at all.
     """
     table: dict[str, Any] = json.loads(text)
-    info = info_from_json({**table, "name": "", "size": 0})
+    info = info_from_json({**table, "name": "", "size": 0, "places": ()})
     weight = np.array([math.nan if w is None else float(w) for w in table["weight"]], np.float64)
     tokens = np.array([-1 if n is None else n for n in table["tokens"]], np.int64)
     if not len(weight) == len(tokens) == len(info.ids) or len(table["weight_bits"]) != len(info.sizes):

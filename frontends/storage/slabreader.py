@@ -4,6 +4,7 @@ A checksum is compared while its bytes are in the processor's cache.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from attrax.frontends.storage.slabs import PIECE, PIECES, Layout, Place, Slab, S
 
 
 def lazily(
-    layout: Layout, read: Callable[[Stretch], Callable[[str], Packed]], *, keep: bool
+    layout: Layout, read: Callable[[Stretch], Mapping[str, Packed]], *, keep: bool
 ) -> Callable[[str], Packed]:
     """Leaves of a slab, read when they are asked for, a stretch at a time.
 
@@ -31,22 +32,21 @@ def lazily(
     Returns:
         Gives the packed leaf of a name.
     """
-    held: dict[int, Callable[[str], Packed]] = {}
+    held: dict[str, Packed] = {}
 
     def leaf(name: str) -> Packed:
-        number = layout.stretch_of[name]
-        if number not in held:
+        if name not in held:
             if not keep:
                 held.clear()
-            held[number] = read(layout.stretches[number])
-        return held[number](name)
+            held.update(read(layout.stretches[layout.stretch_of[name]]))
+        return held[name]
 
     return leaf
 
 
 def read_stretch(
     descriptor: int, at: int, slab: Slab, stretch: Stretch, rows: Int[np.ndarray, " n"], memory: Memory
-) -> Callable[[str], Packed]:
+) -> dict[str, Packed]:
     """Read examples of a stretch, and no more than the pieces that they lie in.
 
     Args:
@@ -58,7 +58,7 @@ def read_stretch(
         memory: Makes memory for the stretch.
 
     Returns:
-        Gives the packed leaf of a name.
+        Its packed leaves by name.
 
     Raises:
         ValueError: If a checksum does not fit, or ids are not in the vocabulary; names the leaf.
@@ -76,17 +76,20 @@ def read_stretch(
                         f"{_leaf_at(stretch, n * PIECE)}the checksum of the bytes from "
                         f"{slab.at + stretch.at + n * PIECE} of the data on does not fit"
                     )
-    views = {dtype: out.view(dtype) for dtype in stretch.dtypes}
-
-    def leaf(name: str) -> Packed:
-        form, places = stretch.leaves[name]
-        packed = _packed(form, iter(places), views, slab.examples)
-        return take_packed(packed, rows) if some else packed
-
-    for name, (form, _) in stretch.leaves.items():
+    arrays = iter(
+        [
+            x
+            for same in stretch.arrays
+            for x in out.view(same.dtype).as_strided(same.shape, same.stride, same.first).unbind()
+        ]
+    )
+    leaves: dict[str, Packed] = {}
+    for name, (form, places) in stretch.leaves.items():
+        packed = _uses(form, iter(places), arrays) if form.uses else _arrays(form, places[0], arrays)
+        leaves[name] = take_packed(packed, rows) if some else packed
         if form.kind in ("Lookup", "Sum"):
-            _check_ids(name, leaf(name))
-    return leaf
+            _check_ids(name, leaves[name])
+    return leaves
 
 
 def _needed(stretch: Stretch, rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " pieces"]:
@@ -118,15 +121,15 @@ def _leaf_at(stretch: Stretch, begin: int) -> str:
     return f"leaf {' or '.join(map(repr, touched[:5]))}: " if touched else ""
 
 
-def _packed(
-    form: Form, places: Iterator[Place], views: Mapping[torch.dtype, Tensor], examples: int
-) -> Packed:
-    if form.uses:
-        uses = tuple(_packed(use, places, views, examples) for use in form.uses)
-        return Packed(form, (), np.arange(examples + 1), uses)
-    place = next(places)
-    arrays = tuple([views[x.dtype].as_strided(x.shape, x.stride, x.first) for x in place.arrays])
-    return Packed(form, arrays, place.offsets)
+def _arrays(form: Form, place: Place, arrays: Iterator[Tensor]) -> Packed:
+    return Packed(form, tuple(islice(arrays, len(place.arrays))), place.offsets)
+
+
+def _uses(form: Form, places: Iterator[Place], arrays: Iterator[Tensor]) -> Packed:
+    uses = tuple(
+        _uses(use, places, arrays) if use.uses else _arrays(use, next(places), arrays) for use in form.uses
+    )
+    return Packed(form, (), np.arange(len(uses[0].offsets)), uses)
 
 
 def _check_ids(name: str, packed: Packed) -> None:

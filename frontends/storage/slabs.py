@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -24,7 +24,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 """What a store can hold, by name."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Lying:
     """Where an array lies in a stretch.
 
@@ -33,16 +33,12 @@ class Lying:
         row: Bytes of a row.
         dtype: Its dtype.
         shape: Its shape.
-        stride: Its strides, in elements.
-        first: Its first element, if the stretch is taken for an array of its dtype.
     """
 
     at: int
     row: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    first: int
 
     @property
     def end(self) -> int:
@@ -66,6 +62,23 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Alike:
+    """Neighboring arrays of one dtype and shape at equal distances, which are cut out of a stretch in one go.
+
+    Attributes:
+        dtype: Their dtype.
+        shape: How many they are, and the shape of each.
+        stride: Their distance and strides, in elements.
+        first: The first element, if the stretch is taken for an array of their dtype.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Stretch:
     """Neighboring leaves of a slab that are read together.
 
@@ -74,14 +87,14 @@ class Stretch:
         size: Bytes.
         first: Number of its first checksum; it has one for every 256 KiB, the last for what remains.
         leaves: By name, the form, and for each of its groups where the arrays lie.
-        dtypes: Of its arrays.
+        arrays: All of its arrays in their order, those that are alike together.
     """
 
     at: int
     size: int
     first: int
     leaves: Mapping[str, tuple[Form, tuple[Place, ...]]]
-    dtypes: frozenset[torch.dtype]
+    arrays: tuple[Alike, ...]
 
     @property
     def pieces(self) -> int:
@@ -167,8 +180,8 @@ def layout_of(leaves: Sequence[tuple[str, Form]], offsets: Sequence[Int[np.ndarr
             end = places[-1].arrays[-1].end if places[-1].arrays else end
         here[name] = form, tuple(places)
         if number == len(leaves) or is_whole(aligned(end)):
-            dtypes = frozenset(x.dtype for _, places in here.values() for p in places for x in p.arrays)
-            stretches.append(Stretch(at, aligned(end), first, here, dtypes))
+            arrays = tuple(_alike([x for _, places in here.values() for p in places for x in p.arrays]))
+            stretches.append(Stretch(at, aligned(end), first, here, arrays))
             at, first = at + stretches[-1].size, first + stretches[-1].pieces
             here, end = {}, 0
     if next(rows, None) is not None:
@@ -194,5 +207,17 @@ def _place(form: Form, rows: Int[np.ndarray, " ends"], end: int) -> Place:
 
 
 def _lying(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Lying:
-    steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Lying(at, steps[0] * dtype.itemsize, dtype, shape, steps, at // dtype.itemsize)
+    return Lying(at, math.prod(shape[1:]) * dtype.itemsize, dtype, shape)
+
+
+def _alike(arrays: Sequence[Lying]) -> Iterator[Alike]:
+    start = 0
+    while start < len(arrays):
+        first, stop = arrays[start], start + 1
+        apart = arrays[stop].at - first.at if stop < len(arrays) else 0
+        while stop < len(arrays) and arrays[stop] == replace(first, at=first.at + (stop - start) * apart):
+            stop += 1
+        shape, size = first.shape, first.dtype.itemsize
+        steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        yield Alike(first.dtype, (stop - start, *shape), (apart // size, *steps), first.at // size)
+        start = stop

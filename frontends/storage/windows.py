@@ -23,7 +23,7 @@ from attrax.core.schema import ShardInfo
 from attrax.frontends.buffers import Buffers
 from attrax.frontends.storage.background import ahead
 from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
-from attrax.frontends.storage.envelope import PAGE, data_at
+from attrax.frontends.storage.envelope import PAGE
 from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows
 
@@ -32,7 +32,6 @@ _TOLD = 2**20
 """Bytes that the system is told to read in one call: of more it reads as much as it reads ahead by itself."""
 _TABLES = 4
 """Windows by which tables are read ahead of their data: a small read waits for all that was asked for before it."""
-_TABLE = 2**18
 
 Shape: TypeAlias = int | Literal["step"] | None
 """Examples per block, "step" for one block an optimizer step, None for the blocks that were written."""
@@ -132,25 +131,25 @@ def _announce(files: Mapping[int, Shard], wanted: Mapping[Part, Int[np.ndarray, 
     """Let the system read the slabs that are needed whole, neighbors in one go."""
     ranges: list[tuple[int, int, int]] = []
     for (s, number), row in wanted.items():
-        slab, envelope = files[s].table.slabs[number], files[s].envelope
+        slab, at = files[s].table.slabs[number], files[s].info.places.data
         if len(row) < slab.examples:
             continue
-        begin, end = envelope.at + slab.at, envelope.at + slab.at + slab.size
-        if ranges and ranges[-1][0] == envelope.descriptor and 0 <= begin - ranges[-1][2] < PAGE:
+        begin, end = at + slab.at, at + slab.at + slab.size
+        if ranges and ranges[-1][0] == files[s].descriptor and 0 <= begin - ranges[-1][2] < PAGE:
             begin = ranges.pop()[1]
-        ranges.append((envelope.descriptor, begin, end))
+        ranges.append((files[s].descriptor, begin, end))
     for descriptor, begin, end in ranges:
         _tell(descriptor, begin, end)
 
 
 def _announce_tables(folder: Path, shards: Sequence[ShardInfo]) -> None:
-    """Let the system read what it takes to open shards: their begin and their end, where the table is."""
+    """Let the system read what it takes to open shards: their tables."""
     for info in shards:
         with suppress(OSError):  # raised again when their turn comes
             descriptor = os.open(folder / info.name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _tell(descriptor, 0, data_at())
-                _tell(descriptor, max(0, info.size - _TABLE), info.size)
+                end = min(info.places.table + info.places.length, info.size)
+                _tell(descriptor, info.places.table, end)
             finally:
                 os.close(descriptor)
 

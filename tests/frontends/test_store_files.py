@@ -205,15 +205,16 @@ def test_the_index_is_only_a_cache(shard, monkeypatch):
         ("signatures", [[99]]),
         ("leaves", [["w", {}]]),
         ("rank", "x"),
+        ("places", [1, 2]),
+        ("places", [1, 2, 3, 4, 5]),
+        ("places", [2**70, 2**70, -1, 2**70, -1]),
     ],
 )
 def test_an_index_with_a_right_checksum_and_wrong_fields(shard, field, value):
     expected = content(shard.parent)
     entries = json.loads((shard.parent / "index.json").read_text())["shards"]
     entries[0][field] = value
-    text = index._canonical(entries)
-    forged = f'{{"schema":{SCHEMA},"crc32":{index.zlib.crc32(text.encode())},"shards":{text}}}'
-    (shard.parent / "index.json").write_text(forged)
+    (shard.parent / "index.json").write_text(index.enclosed(json.dumps(entries)))
     assert content(shard.parent) == expected
 
 
@@ -221,9 +222,7 @@ def test_an_index_that_names_other_files_leads_nowhere(shard):
     expected = content(shard.parent)
     entries = json.loads((shard.parent / "index.json").read_text())["shards"]
     outside = {**entries[0], "name": "../../etc/passwd"}
-    text = index._canonical([*entries, outside])
-    forged = f'{{"schema":{SCHEMA},"crc32":{index.zlib.crc32(text.encode())},"shards":{text}}}'
-    (shard.parent / "index.json").write_text(forged)
+    (shard.parent / "index.json").write_text(index.enclosed(json.dumps([*entries, outside])))
     assert content(shard.parent) == expected
 
 

@@ -349,7 +349,7 @@ def test_the_system_is_told_what_to_read(tmp_path, monkeypatch):
     assert max(size for *_, size in told) <= 2**20
     for number, info in enumerate(open_.shards):
         its = [(n, at, size) for n, (name, at, size) in enumerate(told) if name == info.name]
-        (end,) = [n for n, at, size in its if at + size == info.size]
+        (end,) = [n for n, at, size in its if (at, size) == (info.places.table, info.places.length)]
         data = [(n, at, size) for n, at, size in its if size == 2**20]
         assert len(data) == 2 and data[0][1] + 2**20 == data[1][1] and end < data[0][0]
         before = {name for name, _, size in told[:end] if size == 2**20}
