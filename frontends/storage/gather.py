@@ -17,7 +17,7 @@ from attrax.core.schema import Form, ShardInfo
 from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
 from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, open_shard, read_rows
-from attrax.frontends.storage.windows import Reading, as_needed, mapped, moved, windows_of
+from attrax.frontends.storage.windows import Reading, as_needed, as_windows, mapped, windows_of
 
 Gathered: TypeAlias = tuple[Examples, Iterator[tuple[str, Leaf]]]
 
@@ -38,7 +38,7 @@ def stream(
         Examples and leaves of each block, the leaves to be used before the next block is asked for.
     """
     windows = windows_of(folder, shards, rows, reading)
-    with closing(moved(windows, reading) if reading.moves else as_needed(windows)) as sources:
+    with closing(as_windows(windows, reading) if reading.whole else as_needed(windows)) as sources:
         for read, blocks in sources:
             held: dict[Part, Loaded] = {}
             for block in blocks:

@@ -149,7 +149,9 @@ def _table(slabs: Sequence[_Written], header: Mapping[str, Any]) -> dict[str, An
         columns=tuple(columns[0]),
         **header,
     )
-    described = {name: value for name, value in info_to_json(info).items() if name not in ("name", "size", "places")}
+    described = {
+        name: value for name, value in info_to_json(info).items() if name not in ("name", "size", "places")
+    }
     return {
         **described,
         "weight": [w for e in blocks for w in _listed(e.weight, len(e))],

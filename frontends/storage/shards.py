@@ -60,6 +60,8 @@ class Shard:
 def _opened(path: Path, places: Places) -> Shard:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         size = os.fstat(descriptor).st_size
         text = os.pread(descriptor, min(places.length, size), places.table)
         if xxh3_64_intdigest(text) != places.checksum:

@@ -70,8 +70,8 @@ def open_store(
             gradient accumulation together and each example with its own weight; the blocks that were written if
             omitted.
         device: Where the leaves are put; the CPU if omitted.
-        prefetch: How many windows (80 MiB, or one block if that is larger) the system is told to read ahead, at least
-            one.  On the way to a device a thread reads them, none unless asked for.
+        prefetch: How many windows (80 MiB, or one block if that is larger) a thread reads ahead; 0 reads slabs when
+            they are needed.
         without: Names of shards to leave out: those that `damages` finds, which cannot be read.
 
     Returns:
@@ -206,7 +206,7 @@ class Store:
     def map(self, visit: Visit[T]) -> Iterator[tuple[Examples, Mapping[str, T]]]:
         """See `Source.map`; holds the slabs of a block: about 1 MiB of each shard, or a block as it was written.
 
-        On the way to a device it holds a window (see `open_store`), and each window that is read ahead.
+        On the way to a device, and where windows are read ahead (see `open_store`), it holds these.
 
         Raises:
             ValueError: If a shard is damaged, or runs contradict each other.

@@ -1,14 +1,13 @@
 """Which slabs consecutive blocks need, and when they are read.
 
-Blocks are taken in windows: the files of the next one are opened, and the system told to read from the disk what it
-needs, while one is in use.  On the way to a device a window is read whole, into pinned memory if it is a GPU, by a
-thread that reads ahead; it moves in the order of the reader's stream.
+Blocks are taken in windows, whose files are open together.  A slab is read when a block needs it, or its window is read
+whole: on the way to a device, into pinned memory if that is a GPU, and by a thread that reads ahead if one is asked
+for.  A device gets its leaves in the order of the reader's stream.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -23,19 +22,13 @@ from attrax.core.schema import ShardInfo
 from attrax.frontends.buffers import Buffers
 from attrax.frontends.storage.background import ahead
 from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
-from attrax.frontends.storage.envelope import PAGE
 from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows
 
 WINDOW_BYTES = 80 * 2**20
-_TOLD = 2**20
-"""Bytes that the system is told to read in one call: of more it reads as much as it reads ahead by itself."""
-_TABLES = 4
-"""Windows by which tables are read ahead of their data: a small read waits for all that was asked for before it."""
 
 Shape: TypeAlias = int | Literal["step"] | None
 """Examples per block, "step" for one block an optimizer step, None for the blocks that were written."""
-
 
 Read: TypeAlias = Callable[[Part], Loaded]
 
@@ -50,9 +43,9 @@ class Reading:
     window_bytes: int = WINDOW_BYTES
 
     @property
-    def moves(self) -> bool:
-        """Whether leaves go to a device."""
-        return self.device is not None and self.device.type != "cpu"
+    def whole(self) -> bool:
+        """Whether windows are read whole."""
+        return self.prefetch > 0 or (self.device is not None and self.device.type != "cpu")
 
     def placed(self, x: Tensor) -> Tensor:
         """An array where it is asked for."""
@@ -69,46 +62,21 @@ class Window:
 
 
 def windows_of(folder: Path, shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Generator[Window]:
-    """Windows of consecutive blocks; while one is in use the system is reading the following ones from the disk."""
-    plan = list(_planned(shards, rows, reading))
+    """Windows of consecutive blocks, the files of each open while it is in use."""
     files: dict[int, Shard] = {}
-    ready: dict[int, Window] = {}
     try:
-        for number in range(len(plan)):
-            for start, stops in plan[number + _TABLES if number else 0 : number + _TABLES + 1]:
-                _announce_tables(folder, [shards[s] for s in shards_in(rows.take(slice(start, stops[-1])))])
-            for n in range(number, min(number + 1 + max(1, reading.prefetch), len(plan))):
-                try:
-                    ready[n] = ready[n] if n in ready else _ready(folder, shards, rows, files, *plan[n])
-                except ValueError:  # raised again when its turn comes
-                    if n == number:
-                        raise
-                    break
-            yield ready.pop(number)
-            used = {s for window in ready.values() for s in window.files}
-            for s in files.keys() - used:
+        for start, stops in _planned(shards, rows, reading):
+            here = rows.take(slice(start, stops[-1]))
+            needed = shards_in(here)
+            for s in files.keys() - needed:
                 files.pop(s).close()
+            for s in needed:
+                files[s] = files[s] if s in files else open_shard(folder, shards[s])
+            blocks = list(blocks_of(files, here, (stop - start for stop in stops)))
+            yield Window(files, wanted_rows(files, here), blocks)
     finally:
         for shard in files.values():
             shard.close()
-
-
-def _ready(
-    folder: Path,
-    shards: Sequence[ShardInfo],
-    rows: Rows,
-    files: dict[int, Shard],
-    start: int,
-    stops: Sequence[int],
-) -> Window:
-    """A window whose files are open, and which the system reads from the disk."""
-    here = rows.take(slice(start, stops[-1]))
-    for s in shards_in(here):
-        files[s] = files[s] if s in files else open_shard(folder, shards[s])
-    wanted = wanted_rows(files, here)
-    _announce(files, wanted)
-    blocks = list(blocks_of(files, here, (stop - start for stop in stops)))
-    return Window({s: files[s] for s in shards_in(here)}, wanted, blocks)
 
 
 def _planned(shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Iterator[tuple[int, list[int]]]:
@@ -127,49 +95,6 @@ def _planned(shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Itera
         block, start = last, stops[-1]
 
 
-def _announce(files: Mapping[int, Shard], wanted: Mapping[Part, Int[np.ndarray, " _"]]) -> None:
-    """Let the system read the slabs that are needed whole, neighbors in one go."""
-    ranges: list[tuple[int, int, int]] = []
-    for (s, number), row in wanted.items():
-        slab, at = files[s].table.slabs[number], files[s].info.places.data
-        if len(row) < slab.examples:
-            continue
-        begin, end = at + slab.at, at + slab.at + slab.size
-        if ranges and ranges[-1][0] == files[s].descriptor and 0 <= begin - ranges[-1][2] < PAGE:
-            begin = ranges.pop()[1]
-        ranges.append((files[s].descriptor, begin, end))
-    for descriptor, begin, end in ranges:
-        _tell(descriptor, begin, end)
-
-
-def _announce_tables(folder: Path, shards: Sequence[ShardInfo]) -> None:
-    """Let the system read what it takes to open shards: their tables."""
-    for info in shards:
-        with suppress(OSError):  # raised again when their turn comes
-            descriptor = os.open(folder / info.name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                end = min(info.places.table + info.places.length, info.size)
-                _tell(descriptor, info.places.table, end)
-            finally:
-                os.close(descriptor)
-
-
-def _tell(descriptor: int, begin: int, end: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        for at in range(begin, end, _TOLD):
-            size = min(_TOLD, end - at)
-            if not _is_there(descriptor, at + size - 1):
-                os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
-
-
-def _is_there(descriptor: int, at: int) -> bool:
-    """Whether the system has a byte in memory; asking costs less than telling."""
-    try:
-        return os.preadv(descriptor, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-    except (OSError, AttributeError):
-        return False
-
-
 def as_needed(windows: Generator[Window]) -> Generator[tuple[Read, Sequence[BlockRows]]]:
     """Every stretch is read when a block needs it, into memory that an earlier one does not use any more."""
     memory = Buffers().array
@@ -184,8 +109,8 @@ def as_needed(windows: Generator[Window]) -> Generator[tuple[Read, Sequence[Bloc
             yield read, window.blocks
 
 
-def moved(windows: Generator[Window], reading: Reading) -> Generator[tuple[Read, Sequence[BlockRows]]]:
-    """Every window is read whole, into pinned memory, and moved to the GPU."""
+def as_windows(windows: Generator[Window], reading: Reading) -> Generator[tuple[Read, Sequence[BlockRows]]]:
+    """Every window is read whole, ahead if that is asked for, and put on the device."""
 
     def memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         pinned = reading.device is not None and reading.device.type == "cuda"
