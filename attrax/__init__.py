@@ -12,6 +12,7 @@ The library has three rooms: `attrax.core` (values and pure functions), `attrax.
 from attrax.core import Block as Block
 from attrax.core import Blocks as Blocks
 from attrax.core import Clip as Clip
+from attrax.core import Directions as Directions
 from attrax.core import Examples as Examples
 from attrax.core import GradTree as GradTree
 from attrax.core import Grass as Grass
@@ -37,7 +38,6 @@ from attrax.frontends import BackwardEvent as BackwardEvent
 from attrax.frontends import Capture as Capture
 from attrax.frontends import Coverage as Coverage
 from attrax.frontends import Decision as Decision
-from attrax.frontends import Directions as Directions
 from attrax.frontends import Recipe as Recipe
 from attrax.frontends import StepEvent as StepEvent
 from attrax.frontends import Store as Store

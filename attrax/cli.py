@@ -193,7 +193,7 @@ def _bars(quiet: bool) -> "Iterator[Track]":
     if quiet:
         yield lambda label, total: lambda count: None
         return
-    from attrax.frontends.records import needed
+    from attrax.frontends.data.records import needed
 
     needed("rich", "cli", "progress bars and tables")
     from rich.console import Console
@@ -232,7 +232,7 @@ def top(
 
     Positive scores: training more on the example would have made the answer more likely.
     """
-    from attrax.frontends.tables import read_joined
+    from attrax.frontends.data.tables import read_joined
 
     joined = read_joined(_scores_file(result) or result)
     texts = dict(zip(joined.scores.ids, joined.train.get("preview", ()), strict=False))
@@ -255,7 +255,7 @@ def _table(
     *,
     lowest: bool,
 ) -> None:
-    from attrax.frontends.records import needed
+    from attrax.frontends.data.records import needed
 
     needed("rich", "cli", "progress bars and tables")
     from rich import box
@@ -289,7 +289,7 @@ def inspect(
     """Say what a result or a gradient store holds: method, sign, unit, size, settings and inputs."""
     file = path if path.is_file() else _scores_file(path)
     if file is None:
-        from attrax.frontends.stepfiles import recorded_steps
+        from attrax.frontends.runs.stepfiles import recorded_steps
         from attrax.frontends.storage.damages import damages
         from attrax.frontends.storage.store import open_store
 
@@ -305,7 +305,7 @@ def inspect(
         return
     if verify:
         raise ValueError(f"inspect: {file} is a file of scores; --verify is for gradient stores.")
-    from attrax.frontends.tables import read_scores
+    from attrax.frontends.data.tables import read_scores
 
     scores = read_scores(file)
     values = scores.values.double().flatten()
@@ -367,7 +367,7 @@ def evaluate(
     import json
 
     from attrax.evaluate import judge, read_groups
-    from attrax.frontends.tables import read_scores
+    from attrax.frontends.data.tables import read_scores
 
     judged = judge(
         {str(path): read_scores(_scores_file(path) or path) for path in scores},
@@ -384,7 +384,7 @@ def evaluate(
 
 
 def _judgement(judged: "list[Judged]") -> None:
-    from attrax.frontends.records import needed
+    from attrax.frontends.data.records import needed
 
     needed("rich", "cli", "progress bars and tables")
     from rich import box

@@ -220,7 +220,7 @@ def located(config: Config, folder: Path) -> Config:
 
 
 def _yaml() -> Any:
-    from attrax.frontends.records import needed
+    from attrax.frontends.data.records import needed
 
     return needed("yaml", "cli", "reading and writing config.yaml")
 

@@ -22,11 +22,11 @@ from attrax.core import (
     projected,
     transformed,
 )
-from attrax.frontends.coverage import Coverage, select
-from attrax.frontends.data import Batches, Encoded, Record, batches, encode, read_examples
-from attrax.frontends.live import Live, live
-from attrax.frontends.positions import NoPositions, by_position
-from attrax.frontends.records import needed
+from attrax.frontends.data.examples import Batches, Encoded, Record, batches, encode, read_examples
+from attrax.frontends.data.records import needed
+from attrax.frontends.model.coverage import Coverage, select
+from attrax.frontends.sources.live import Live, live
+from attrax.frontends.sources.positions import NoPositions, by_position
 from attrax.methods import (
     fit_ekfac,
     fit_kfac,

@@ -15,8 +15,8 @@ from torch import Tensor
 from attrax.config import Config
 from attrax.core import Scores
 from attrax.frontends import baselines
-from attrax.frontends.tablefiles import descending_ranks
-from attrax.frontends.tokens import Form, aim_of, parts_of
+from attrax.frontends.data.tablefiles import descending_ranks
+from attrax.frontends.data.tokens import Form, aim_of, parts_of
 from attrax.pipeline import Inputs, Result, Track, token_shares
 from attrax.report import Passage, Question, Report, Retrieval
 

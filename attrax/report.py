@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from attrax.frontends.records import needed
+from attrax.frontends.data.records import needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from attrax.config import Config, Recorded, changes, write_config
-from attrax.frontends.data import Record
-from attrax.frontends.records import needed
-from attrax.frontends.tables import write_scores
-from attrax.frontends.tokens import Form, parts_of
+from attrax.frontends.data.examples import Record
+from attrax.frontends.data.records import needed
+from attrax.frontends.data.tables import write_scores
+from attrax.frontends.data.tokens import Form, parts_of
 from attrax.pipeline import Inputs, Result, Track, coverage, load, score
 from attrax.questions import build_report
 from attrax.report import write_report

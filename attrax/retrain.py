@@ -18,8 +18,8 @@ from attrax.config import Config
 from attrax.core import Scores
 from attrax.evaluate import finite
 from attrax.frontends import Recipe, causal_lm, decay_groups, query_losses, train, write_scores
-from attrax.frontends.data import Encoded, batches
-from attrax.frontends.rows import Batch, pick
+from attrax.frontends.data.examples import Encoded, batches
+from attrax.frontends.model.rows import Batch, pick
 from attrax.methods import above_floor, linearity
 from attrax.pipeline import Fed, Inputs, Track, device_of, load
 

@@ -31,7 +31,7 @@ LENGTHS = (32, 128, 256, 512, 1024)
 
 def floor(net: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> None:
     """Forward and backward to every activation, without any weight gradient and without attrax."""
-    from attrax.frontends.losses import shifted, token_losses
+    from attrax.frontends.model.losses import shifted, token_losses
 
     net.requires_grad_(False)
     for batch in batches:
@@ -43,7 +43,7 @@ def floor(net: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> N
 
 def full_backward(net: torch.nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> None:
     """Forward and backward with weight gradients: what hooks on a training backward pay."""
-    from attrax.frontends.losses import causal_lm
+    from attrax.frontends.model.losses import causal_lm
 
     for batch in batches:
         causal_lm()(net, batch).sum().backward()

@@ -13,6 +13,7 @@ from attrax.core.arrange import by_parameter as by_parameter
 from attrax.core.contract import CPU as CPU
 from attrax.core.contract import Hardware as Hardware
 from attrax.core.contract import Plan as Plan
+from attrax.core.directions import Directions as Directions
 from attrax.core.directions import directed as directed
 from attrax.core.grass import Grass as Grass
 from attrax.core.identity import content_ids as content_ids

@@ -11,6 +11,8 @@ References: Xia et al. 2024 (LESS, arXiv:2402.04333), section 3; Wang et al. 202
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +22,29 @@ from attrax.core.leaves import Leaf, Lookup, Sum
 from attrax.core.optimizer_rules import Touched
 from attrax.core.optimizers import Optimizer, State, direction
 from attrax.core.source import Transform
-from attrax.core.tree import GradTree
+from attrax.core.tree import GradTree, Target
 
 _AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What ``capture(directions=...)`` records: what each example alone would have made the optimizer do.
+
+    Directions carry no loss weight: methods take them with ``target="as_trained"``, whichever target they were made
+    of.  They are not clipped, but for "as_trained".
+
+    Attributes:
+        target: Scale of an example's gradient: "mean", its own loss averaged over its tokens, as if it were alone in
+            the batch; "sum"; or "as_trained", its share in the gradient that the optimizer uses, clipped and averaged
+            over processes.
+        centered: Leave out the direction of a zero gradient, which all examples share.
+        variant: "torch", or "official" for Adam as in the code released with LESS (see `attrax.methods.Less`).
+    """
+
+    target: Target = "mean"
+    centered: bool = False
+    variant: Literal["torch", "official"] = "torch"
 
 
 def directed(

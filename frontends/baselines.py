@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from attrax.core import Scores, Source, sq_norms_leaf, targeted
 from attrax.core.source import row_sums
-from attrax.frontends.losses import Loss, causal_lm
-from attrax.frontends.probe import evaluating
-from attrax.frontends.rows import for_loss, with_ids
+from attrax.frontends.loop.probe import evaluating
+from attrax.frontends.model.losses import Loss, causal_lm
+from attrax.frontends.model.rows import for_loss, with_ids
 
 Data = Iterable[Mapping[str, Any]]
 

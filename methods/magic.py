@@ -22,7 +22,7 @@ from attrax.methods.weighing import Removal, removed
 
 @runtime_checkable
 class Replayable(Trajectory, Protocol):
-    """A run that can be differentiated; `attrax.frontends.replay` makes one of a model."""
+    """A run that can be differentiated; `attrax.frontends.runs.replay` makes one of a model."""
 
     def gradient(self, number: int, parameters: Vectors) -> Vectors:
         """Gradient of a step's loss, as trained and before clipping."""

@@ -65,7 +65,7 @@ MUTATIONS = (
     Mutation(
         "examples_for_tokens",
         "a token mean whose examples are removed is rescaled by the number of examples instead of tokens",
-        "frontends/selection.py",
+        "frontends/loop/selection.py",
         '    if denominator == "examples":\n',
         "    if denominator:\n",
         (
@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation(
         "counts_of_one_process",
         "removal rescales by what its own process keeps, not by what all keep",
-        "frontends/selection.py",
+        "frontends/loop/selection.py",
         "    counts = summed(_counts(sizes, kept, layers).to(device), over).cpu()\n",
         "    counts = _counts(sizes, kept, layers)\n",
         (f"{SELECTION}_distributed.py",),
@@ -84,7 +84,7 @@ MUTATIONS = (
     Mutation(
         "removal_after_clipping",
         "examples are removed when the optimizer steps, from a gradient that was clipped with them in it",
-        "frontends/capture.py",
+        "frontends/loop/capture.py",
         "            for callback in self.after_backward:\n                callback(event)\n",
         "            self.before_step = (lambda _: [f(event) for f in self.after_backward],)\n",
         (f"{SELECTION}.py::test_a_loss_that_is_scaled", f"{SELECTION}.py::test_clipping_comes_after"),

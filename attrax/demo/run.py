@@ -25,7 +25,7 @@ import attrax
 from attrax.config import Config, Recorded, versions, write_config
 from attrax.core import Factorized, Leaf, Scores, content_ids
 from attrax.demo import recipe
-from attrax.frontends.data import Batches, Encoded, batches, encode
+from attrax.frontends.data.examples import Batches, Encoded, batches, encode
 from attrax.methods import descending_rank
 from attrax.pipeline import Inputs, Result
 from attrax.questions import bm25, build_report, known_sources, recall

@@ -8,7 +8,7 @@ import torch
 
 from attrax.core import GradTree, Leaf, materialize_leaf
 from attrax.core import stored as by_parameter
-from attrax.frontends.records import needed
+from attrax.frontends.data.records import needed
 
 if TYPE_CHECKING:
     from attrax.frontends.storage.store import Store

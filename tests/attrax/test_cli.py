@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from attrax.cli import app
 from attrax.config import Config, configured, read_config
 from attrax.core import collect, targeted, token_scores
-from attrax.frontends.data import batches, encode, read_examples
-from attrax.frontends.live import live
-from attrax.frontends.tables import read_joined, read_scores
+from attrax.frontends.data.examples import batches, encode, read_examples
+from attrax.frontends.data.tables import read_joined, read_scores
+from attrax.frontends.sources.live import live
 from attrax.methods import ekfac, gradcos, graddot, kfac, logra, self_influence
 from attrax.methods.kfac import fit_ekfac, influence, preconditioned
 from attrax.pipeline import load, score, token_shares

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from attrax.cli import app
 from attrax.core import Scores
 from attrax.evaluate import judge
-from attrax.frontends.tables import write_scores
+from attrax.frontends.data.tables import write_scores
 
 from .test_cli import good, refused
 

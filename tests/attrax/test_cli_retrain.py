@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import attrax.retrain
 from attrax.config import configured
-from attrax.frontends.tables import read_scores
+from attrax.frontends.data.tables import read_scores
 from attrax.pipeline import load
 from attrax.retrain import Training, retrain
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attrax.cli import app
 from attrax.core import Block, Examples, GradTree, Step, materialized
-from attrax.frontends.stepfiles import write_step
+from attrax.frontends.runs.stepfiles import write_step
 from attrax.frontends.storage.store import open_store, store
 
 

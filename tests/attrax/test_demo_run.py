@@ -6,7 +6,7 @@ import pytest
 
 import attrax
 from attrax.demo import recipe, run
-from attrax.frontends.data import batches, encode
+from attrax.frontends.data.examples import batches, encode
 
 
 @pytest.fixture

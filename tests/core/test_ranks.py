@@ -9,7 +9,7 @@ from attrax.core.identity import bit_sums
 from attrax.core.kronecker import eigen_cost, kronecker_sums
 from attrax.core.ranks import Alone, Ranks
 from attrax.core.scores import interleaved
-from attrax.frontends.distributed import deal
+from attrax.frontends.model.distributed import deal
 
 
 class Pair(Alone):

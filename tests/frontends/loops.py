@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attrax.core import Block, aggregate, stored
 from attrax.frontends import capture, causal_lm
-from attrax.frontends.capture import Capture
+from attrax.frontends.loop.capture import Capture
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

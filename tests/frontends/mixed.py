@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 
 import attrax
 from attrax.core import Block
-from attrax.frontends.selection import Decision
+from attrax.frontends.loop.selection import Decision
 
 from .parallel import Network, batches, dealt, examples, fsdp1, steps, unreduced, weights, whole_gradients
 from .test_selection_distributed import uneven

@@ -26,9 +26,9 @@ from attrax.core import Block, GradTree, counted_once, factorized, gram, stored
 from attrax.core.factorization import find_rule
 from attrax.core.products import sq_norms_leaf
 from attrax.core.shards import Cut
-from attrax.frontends.distributed import Processes
-from attrax.frontends.fingerprints import model_fingerprint
-from attrax.frontends.sharding import gradients, is_sharded, named, pieces, whole
+from attrax.frontends.model.distributed import Processes
+from attrax.frontends.model.fingerprints import model_fingerprint
+from attrax.frontends.model.sharding import gradients, is_sharded, named, pieces, whole
 from attrax.frontends.states import save_state
 
 STEPS, PER_STEP, REPEATED = 20, 8, 7

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import attrax
-from attrax.frontends.capture import StepEvent
+from attrax.frontends.loop.capture import StepEvent
 
 from .llms import float64
 

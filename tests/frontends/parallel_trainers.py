@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from attrax.frontends import trainer_options
-from attrax.frontends.trainers import Samples
+from attrax.frontends.loop.trainers import Samples
 
 from . import test_accelerate, test_lightning, test_trainer, test_trl
 from .trainers import Check, label_losses, llama, trained_alike

@@ -26,8 +26,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 import attrax
 from attrax.core import Block, Blocks, Step, sq_norms_leaf
 from attrax.core.ranks import ALONE
-from attrax.frontends.distributed import Processes
-from attrax.frontends.fingerprints import model_fingerprint
+from attrax.frontends.model.distributed import Processes
+from attrax.frontends.model.fingerprints import model_fingerprint
 
 from .parallel import refusal, weights
 

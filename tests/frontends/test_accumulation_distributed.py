@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from attrax.frontends import capture, live, select, trainer_options
-from attrax.frontends.capture import Capture
-from attrax.frontends.selection import Decision
+from attrax.frontends.loop.capture import Capture
+from attrax.frontends.loop.selection import Decision
 
 from .oracle import assert_gradients
 from .parallel import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attrax.core import Block, content_ids, norms
 from attrax.frontends import capture, causal_lm
-from attrax.frontends.owners import documents, stacked
+from attrax.frontends.loop.owners import documents, stacked
 
 from .llms import alone, llm
 from .llms import in_float64 as in_float64

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from attrax.core import Block, Projection
-from attrax.frontends import Directions, capture, open_store, record, store
+from attrax.core import Block, Directions, Projection
+from attrax.frontends import capture, open_store, record, store
 
 from .loops import mean_ce, sum_ce
 from .models import MLP, classes, seeded

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attrax.core import Block, Blocks, targeted
-from attrax.frontends import capture, causal_lm, ownloss
-from attrax.frontends.losses import token_losses
+from attrax.frontends import capture, causal_lm
+from attrax.frontends.loop import ownloss
+from attrax.frontends.model.losses import token_losses
 
 from .loops import known
 from .models import VOCAB, TinyLM, documents, seeded

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from attrax.core import Block, fingerprint
 from attrax.frontends import capture, classification, open_store, probe, record, store
-from attrax.frontends.capture import StepEvent
+from attrax.frontends.loop.capture import StepEvent
 from attrax.methods import tracin
 
 from .loops import lm_loss, own_loss, sum_ce

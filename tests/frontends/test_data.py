@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from attrax.frontends.data import batches, encode, loss_tokens, read_examples
-from attrax.frontends.tokens import IGNORE, parts_of, tokenize
+from attrax.frontends.data.examples import batches, encode, loss_tokens, read_examples
+from attrax.frontends.data.tokens import IGNORE, parts_of, tokenize
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 TEMPLATE = (

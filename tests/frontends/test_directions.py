@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from attrax.core import Block, Projection, project, projected, stored, targeted
-from attrax.frontends import Directions, StepEvent, capture, open_store, store
-from attrax.frontends.optimizers import read_optimizer
+from attrax.core import Block, Directions, Projection, project, projected, stored, targeted
+from attrax.frontends import StepEvent, capture, open_store, store
+from attrax.frontends.runs.optimizers import read_optimizer
 
 from .loops import known, mean_ce, own_loss
 from .models import MLP, LossLM, classes, documents, seeded

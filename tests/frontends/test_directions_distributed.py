@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
 
-from attrax.core import Target
-from attrax.frontends import Directions, capture
+from attrax.core import Directions, Target
+from attrax.frontends import capture
 
 from .oracle import assert_gradients, block_gradients
 from .parallel import KINDS, Network, examples, seeded

@@ -18,9 +18,9 @@ from attrax.core import (
     transformed,
 )
 from attrax.frontends import causal_lm, classification, live
-from attrax.frontends import forward as forward_module
-from attrax.frontends.forward import forward_scores
-from attrax.frontends.packing import packed
+from attrax.frontends.data.packing import packed
+from attrax.frontends.sources import forward as forward_module
+from attrax.frontends.sources.forward import forward_scores
 from attrax.methods import fit_ekfac, graddot, influence, preconditioned
 
 from .llms import alone, llm

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from attrax.core import Projection, Scores, Source, collect
 from attrax.frontends import causal_lm, classification, live, open_store, store
-from attrax.frontends.live import Live
-from attrax.frontends.losses import token_losses
-from attrax.frontends.rows import pick, with_ids
+from attrax.frontends.model.losses import token_losses
+from attrax.frontends.model.rows import pick, with_ids
+from attrax.frontends.sources.live import Live
 from attrax.methods import ekfac, fit_ekfac, fit_kfac, graddot, influence, kfac, logra
 
 from .models import MLP, TinyLM, classes, documents, seeded

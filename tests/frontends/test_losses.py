@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attrax.frontends import causal_lm, classification
-from attrax.frontends.losses import (
+from attrax.frontends.model.losses import (
     causal_targets,
     left_padded_positions,
     sample_targets,
     shifted,
     token_losses,
 )
-from attrax.frontends.rows import with_ids
+from attrax.frontends.model.rows import with_ids
 
 from .models import VOCAB, TinyLM, classes, documents, seeded
 from .oracle import unpadded

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attrax.core import Block, Blocks, collect
 from attrax.core.source import targeted
 from attrax.frontends import capture, causal_lm, live
-from attrax.frontends.losses import shifted, token_losses
+from attrax.frontends.model.losses import shifted, token_losses
 from attrax.methods import graddot
 
 from .loops import known, own_loss

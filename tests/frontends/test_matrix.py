@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attrax.frontends import capture, live
-from attrax.frontends.losses import by_example
+from attrax.frontends.model.losses import by_example
 
 from ..core.layer_cases import (
     Case,

@@ -13,7 +13,7 @@ from torch import Tensor, multiprocessing, nn
 
 from attrax.core import Block, GradTree, stored
 from attrax.frontends import open_store
-from attrax.frontends.fingerprints import model_fingerprint
+from attrax.frontends.model.fingerprints import model_fingerprint
 
 from . import mixed
 from .mixed import KINDS, LOW, ROWS, SELECTIONS, losses, network

@@ -17,7 +17,7 @@ from attrax.frontends import (
     record,
     restore,
 )
-from attrax.frontends.capture import capture
+from attrax.frontends.loop.capture import capture
 
 
 class Three(nn.Module):

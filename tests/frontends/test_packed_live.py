@@ -5,7 +5,7 @@ import torch
 
 from attrax.core import Factorized, collect, norms
 from attrax.frontends import causal_lm, live
-from attrax.frontends.packing import packed
+from attrax.frontends.data.packing import packed
 from attrax.methods import graddot
 
 from .llms import alone, llm

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attrax.frontends import causal_lm
-from attrax.frontends.data import Encoded
-from attrax.frontends.packing import block_diagonal, first_fit, packed
+from attrax.frontends.data.examples import Encoded
+from attrax.frontends.data.packing import block_diagonal, first_fit, packed
 
 from .llms import VOCAB, alone, llm
 from .llms import in_float64 as in_float64

@@ -7,8 +7,8 @@ import torch
 
 from attrax.core import collect
 from attrax.frontends import causal_lm, live
-from attrax.frontends.packing import packed
-from attrax.frontends.per_token import per_token
+from attrax.frontends.data.packing import packed
+from attrax.frontends.sources.per_token import per_token
 from attrax.methods import ekfac, graddot
 
 from .llms import in_float64 as in_float64

@@ -17,7 +17,7 @@ from attrax.core import (
     lookup,
     materialized,
 )
-from attrax.frontends.positions import by_position
+from attrax.frontends.sources.positions import by_position
 from attrax.methods import graddot
 
 B, T, LENGTHS = 3, 4, {"x": 4, "y": 2, "z": 3}

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attrax.core import Block, GradTree, Projection, Recorded, projected, stored
+from attrax.core import Block, Directions, GradTree, Projection, Recorded, projected, stored
 from attrax.frontends import (
-    Directions,
     capture,
     causal_lm,
     classification,
@@ -21,7 +20,7 @@ from attrax.frontends import (
     selections,
     to_pandas,
 )
-from attrax.frontends.selection import Decision
+from attrax.frontends.loop.selection import Decision
 from attrax.methods import drop_fraction, drop_negative, greats
 
 from .llms import alone, in_float64, llm  # noqa: F401

@@ -12,7 +12,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attrax.frontends import capture, select
-from attrax.frontends.selection import Decision
+from attrax.frontends.loop.selection import Decision
 from attrax.methods import drop_fraction
 
 from .oracle import assert_gradients

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attrax.core import (
     Block,
+    Directions,
     GradTree,
     Materialized,
     Projection,
@@ -26,7 +27,6 @@ from attrax.core import (
 )
 from attrax.core.directions import directed, touched
 from attrax.frontends import (
-    Directions,
     StepEvent,
     capture,
     open_store,
@@ -36,7 +36,7 @@ from attrax.frontends import (
     select,
     store,
 )
-from attrax.frontends.optimizers import read_optimizer
+from attrax.frontends.runs.optimizers import read_optimizer
 
 from .models import seeded
 from .oracle import assert_gradients, block_gradients

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from attrax.core import Block, Step
-from attrax.frontends import Directions, capture, record, select
+from attrax.core import Block, Directions, Step
+from attrax.frontends import capture, record, select
 
 from .models import seeded
 from .oracle import assert_gradients, block_gradients

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attrax.core import Scores
-from attrax.frontends.tablefiles import descending_ranks
-from attrax.frontends.tables import join, read_joined, read_scores, to_pandas, write_scores
+from attrax.frontends.data.tablefiles import descending_ranks
+from attrax.frontends.data.tables import join, read_joined, read_scores, to_pandas, write_scores
 
 SUFFIXES = [".parquet", ".csv", ".h5", ".hdf5"]
 ABOUT = {
@@ -69,7 +69,7 @@ def test_columns_of_queries_come_back(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_more_rows_than_a_chunk(tmp_path, suffix, rng, monkeypatch):
-    monkeypatch.setattr("attrax.frontends.tablefiles._CELLS", 10)
+    monkeypatch.setattr("attrax.frontends.data.tablefiles._CELLS", 10)
     ids = tuple(f"e{i}" for i in range(23))
     scores = Scores(torch.randn(23, 3, generator=rng), ids, ("x", "y", "z"), about=ABOUT)
     same(read_scores(write_scores(scores, tmp_path / f"s{suffix}")), scores)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attrax.frontends import causal_lm
-from attrax.frontends.data import batches, encode, loss_tokens, read_examples
-from attrax.frontends.tokens import IGNORE, aim_of, tokenize
+from attrax.frontends.data.examples import batches, encode, loss_tokens, read_examples
+from attrax.frontends.data.tokens import IGNORE, aim_of, tokenize
 
 from .llms import alone
 from .models import TinyLM, seeded

@@ -25,7 +25,7 @@ from attrax.frontends import (
     trainer_callback,
     trainer_options,
 )
-from attrax.frontends.capture import StepEvent
+from attrax.frontends.loop.capture import StepEvent
 from attrax.methods import tracin
 
 from .llms import in_float64  # noqa: F401

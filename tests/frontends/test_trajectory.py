@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 
 from attrax.core import Block, Clip, GradTree, Recorded, Step, Trajectory, aggregate, step, stored
 from attrax.frontends import capture, open_store, open_trajectory, read_optimizer, record, store
-from attrax.frontends.stepfiles import read_step, step_path, write_step
-from attrax.frontends.trajectory import Recorder
+from attrax.frontends.runs.stepfiles import read_step, step_path, write_step
+from attrax.frontends.runs.trajectory import Recorder
 
 from .loops import mean_ce, own_loss, sum_ce
 from .models import MLP, LossLM, classes, documents, seeded

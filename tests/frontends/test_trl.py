@@ -19,7 +19,7 @@ from trl.kernels import chunked_logprob
 
 from attrax.core import Block
 from attrax.frontends import capture, documents, open_store, store, trainer_options
-from attrax.frontends.trainers import Samples
+from attrax.frontends.loop.trainers import Samples
 
 from .llms import float64
 from .loops import known

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from attrax.core import Block
 from attrax.core.algebra import wide
 from attrax.frontends import BackwardEvent, capture
-from attrax.frontends.capture import Capture
+from attrax.frontends.loop.capture import Capture
 
 from .oracle import assert_gradients, assert_rounded, block_gradients
 

@@ -11,7 +11,7 @@ from attrax.core import Block, Examples, GradTree, materialized
 from attrax.core.optimizers import Optimizer
 from attrax.core.trajectory import Clip, Recorded, Step
 from attrax.frontends import classification, functional
-from attrax.frontends.retraining import Recipe, Weight, loss_terms, query_losses, step_weights, train
+from attrax.frontends.runs.retraining import Recipe, Weight, loss_terms, query_losses, step_weights, train
 
 from ..core.toys import generator, normal
 

@@ -20,8 +20,8 @@ from attrax.frontends import (
     record,
     store,
 )
-from attrax.frontends.replay import replay
-from attrax.frontends.retraining import Recipe, query_losses, train
+from attrax.frontends.runs.replay import replay
+from attrax.frontends.runs.retraining import Recipe, query_losses, train
 from attrax.methods import magic, shapley, trajectory_influence
 
 from ..core.dense import assert_same

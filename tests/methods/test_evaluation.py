@@ -9,8 +9,8 @@ import torch
 from scipy import stats
 
 from attrax.core import Scores
-from attrax.frontends.replay import replay
-from attrax.frontends.retraining import query_losses, removal_effects, train, without
+from attrax.frontends.runs.replay import replay
+from attrax.frontends.runs.retraining import query_losses, removal_effects, train, without
 from attrax.methods.evaluation import above_floor, agreement, bootstrap, linearity
 from attrax.methods.groups import group_scores, lds, random_subsets
 from attrax.methods.magic import magic

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attrax.core import Mask, Projection, collect, materialized, projected
 from attrax.frontends import functional, live
-from attrax.frontends.replay import replay
+from attrax.frontends.runs.replay import replay
 from attrax.methods.less import Less, less, less_checkpoints
 
 from ..core.dense import assert_same, vectors

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from attrax.core import Scores
 from attrax.core.trajectory import Recorded
 from attrax.frontends import functional
-from attrax.frontends.replay import Replay, replay
+from attrax.frontends.runs.replay import Replay, replay
 from attrax.methods.magic import magic
 from attrax.methods.trajectory_influence import trajectory_influence
 

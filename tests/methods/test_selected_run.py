@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from attrax.core import Recorded, take_block
 from attrax.frontends import capture, classification, live, open_trajectory, record, select, store
-from attrax.frontends.replay import replay
-from attrax.frontends.selection import Decision
+from attrax.frontends.loop.selection import Decision
+from attrax.frontends.runs.replay import replay
 from attrax.methods import drop_fraction, dvemb, less, magic, trajectory_influence
 
 from ..core.dense import assert_same

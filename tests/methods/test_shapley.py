@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attrax.core import Blocks
 from attrax.frontends import functional, live
-from attrax.frontends.replay import replay
+from attrax.frontends.runs.replay import replay
 from attrax.methods.shapley import shapley
 from attrax.methods.tracin import tracin
 

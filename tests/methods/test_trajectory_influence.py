@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attrax.core import Block, Examples, GradTree, Mask, coordinates, disjoint_masks
 from attrax.core.trajectory import Recorded
 from attrax.frontends import functional, live
-from attrax.frontends.replay import replay
+from attrax.frontends.runs.replay import replay
 from attrax.methods.trajectory_influence import trajectory_influence
 from attrax.methods.weighing import fisher_factor
 

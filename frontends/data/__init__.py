@@ -1,0 +1,1 @@
+"""Data and tables: examples from files and texts, packed or not, and scores on the way out."""

@@ -1,0 +1,1 @@
+"""Training loops: capture while one runs, what it weighs its examples by, and acting on it."""

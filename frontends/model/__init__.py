@@ -1,0 +1,1 @@
+"""Models as they are: names, parameters and what they are spread over, losses, rows of batches."""

@@ -1,0 +1,1 @@
+"""Training runs: recorded step by step, read again, replayed, repeated without some of their data."""
