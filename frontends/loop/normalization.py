@@ -118,7 +118,13 @@ def declared_weights(
             sums or means, or a function returns other than B weights.
     """
     if callable(declared):
-        c, n = declared(inputs, examples)
+        found: Any = declared(inputs, examples)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
+            raise ValueError(
+                f"capture: loss= returned a {type(found).__name__}; expected (c, n), tensors of the weight and the "
+                "number of loss terms of each example, n None where unknown."
+            )
+        c, n = found
         if c.shape != (examples,) or (n is not None and n.shape != (examples,)):
             raise ValueError(
                 f"capture: loss= returned weights of shape {tuple(c.shape)} for {examples} examples; expected (c, n), "

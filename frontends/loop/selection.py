@@ -155,6 +155,11 @@ def select(
 
     def run(event: BackwardEvent) -> None:
         nonlocal warned
+        if not isinstance(event, BackwardEvent):
+            raise TypeError(
+                f"select: got a {type(event).__name__}; it is a function of backwards. Pass it to "
+                "capture(after_backward=[...])."
+            )
         check_reduction(event.model)
         warned = warned or _warn_of_gaps(event)
         if event.first:

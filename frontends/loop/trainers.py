@@ -280,11 +280,18 @@ def trainer_callback(framework: Literal["transformers", "lightning", "olmo_core"
 
     Raises:
         ValueError: If the framework is none of these.
+        ImportError: If it is not installed.
     """
     makers = {"transformers": _transformers, "lightning": _lightning, "olmo_core": _olmo}
     if framework not in makers:
         raise ValueError(f"trainer_callback: got {framework!r}; expected one of {sorted(makers)}.")
-    return makers[framework](Opened(options))
+    try:
+        return makers[framework](Opened(options))
+    except ImportError as error:
+        package = {"olmo_core": "ai2-olmo-core"}.get(framework, framework)
+        raise ImportError(
+            f"trainer_callback: {framework} cannot be imported ({error}). Install it: pip install {package}"
+        ) from error
 
 
 def _transformers(opened: Opened) -> Any:

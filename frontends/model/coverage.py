@@ -6,6 +6,7 @@ lies bare on another module is taken to be another name of it (checks against au
 """
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -139,7 +140,7 @@ def select(
         The selection.
 
     Raises:
-        ValueError: If nothing is captured, or `strict` and something is not.
+        ValueError: If nothing is captured, or `strict` and something is not, or a pattern is no regular expression.
     """
     ruled: dict[str, Layer] = {}
     recomputed: dict[str, Layer] = {}
@@ -147,6 +148,7 @@ def select(
     gaps: dict[str, Gap] = {}
     bare: list[tuple[str, str]] = []
     modules, entries = submodules(model), sizes(model)
+    _check_patterns(modules, include=include, exclude=exclude, recompute=recompute)
     names = {id(p): canonical(n) for n, p in model.named_parameters()}
     whole = _outermost(modules, recompute)
     for path, module in modules.items():
@@ -183,6 +185,24 @@ def select(
     coverage = Coverage(tuple(c for n, c in captured.items() if n not in gaps), tuple(gaps.values()))
     _check(model, coverage, strict)
     return Selection((*ruled.values(), *recomputed.values()), coverage)
+
+
+def _check_patterns(modules: Mapping[str, nn.Module], **selectors: Selector | None) -> None:
+    """Refuse what is no regular expression; warn of one that leaves out or recomputes nothing: it is misspelt."""
+    for name, given in selectors.items():
+        if not isinstance(given, str):
+            continue
+        try:
+            re.compile(given)
+        except re.error as error:
+            raise ValueError(f"capture: {name}: {given!r} is no regular expression: {error}.") from error
+        if name != "include" and not any(matches(given, path, module) for path, module in modules.items()):
+            warnings.warn(
+                f"capture: {name}={given!r} matches no module. Paths are those of model.named_modules(), such as "
+                f"{list(modules)[-3:]}.",
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def _outermost(modules: Mapping[str, nn.Module], recompute: Selector | None) -> list[str]:

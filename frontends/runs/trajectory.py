@@ -9,6 +9,7 @@ Layout of the files: `attrax.frontends.runs.stepfiles`.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,15 @@ def record(
     for number, path in old.items():
         if overwrite or number >= done:
             path.unlink()
+    last = max((number for number in old if not overwrite and number < done), default=-1)
+    missing = [number for number in range(last + 1, done if last >= 0 else 0) if when(number)]
+    if missing:
+        warnings.warn(
+            f"record: the run in '{folder}' goes on at step {done} but is recorded up to step {last}: steps "
+            f"{missing[:5]} are missing, which methods that follow the run refuse. Resume from an earlier checkpoint.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return Recorder(lambda step: write_step(folder, step), parameters, gradients, when, done)
 
 

@@ -1,5 +1,6 @@
 """What a capture says when its options are not what they should be, and that a mistake costs nothing."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from attrax.core import Block, Directions, Projection
-from attrax.frontends import capture, open_store, record, store
+from attrax.frontends import capture, live, open_store, record, select, store, trainer_callback
 
 from .loops import mean_ce, sum_ce
 from .models import MLP, classes, seeded
@@ -96,3 +97,58 @@ def test_store_and_trajectory_go_on_at_one_step(tmp_path):
     sinks = [store(tmp_path, run="job", steps_done=0)]
     with pytest.raises(ValueError, match=r"go on from different steps, \[0, 3\]"):
         capture(seeded(MLP), sinks=sinks, trajectory=record(tmp_path, steps_done=3))
+
+
+@pytest.mark.parametrize("name", ["exclude", "recompute", "include"])
+def test_a_pattern_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: 'a\\(' is no regular expression"):
+        capture(seeded(MLP), **{name: "a("})
+
+
+@pytest.mark.parametrize("made", [capture, lambda model, **options: live(model, [], **options)])
+@pytest.mark.parametrize("name", ["exclude", "recompute"])
+def test_a_pattern_that_matches_nothing_is_told(made, name):
+    with pytest.warns(UserWarning, match=f"{name}='lm_haed' matches no module.*such as"):
+        made(seeded(MLP), **{name: "lm_haed"})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_selection_among_sinks_says_where_it_belongs(rng):
+    model, batch = seeded(MLP), classes(rng)
+    keep = select(batch, lambda scores, _: scores > 0, loss=lambda model, batch: model(batch["x"])[:, 0])
+    with (
+        pytest.raises(TypeError, match=r"select: got a Block.*capture\(after_backward="),
+        capture(model, sinks=[keep], loss="sum"),
+    ):
+        step(model, batch)
+
+
+@pytest.mark.parametrize("given", [torch.ones(4), (torch.ones(4),), None, (0.25, 1)])
+def test_weights_that_are_no_pair_are_refused(rng, given):
+    model, batch = seeded(MLP), classes(rng, 4)
+    how: Any = lambda inputs, examples: given  # noqa: E731
+    with (
+        capture(model, sinks=[print], loss=how),
+        pytest.raises(ValueError, match=r"loss= returned .*; expected \(c, n\), tensors"),
+    ):
+        step(model, batch)
+
+
+def test_a_recorded_run_tells_of_steps_that_it_lost(tmp_path, rng):
+    model, batch = seeded(MLP), classes(rng)
+    with capture(model, loss="sum", trajectory=record(tmp_path)):
+        for _ in range(3):
+            step(model, batch)
+    with pytest.warns(
+        RuntimeWarning, match=r"goes on at step 6 but is recorded up to step 2: steps \[3, 4, 5\]"
+    ):
+        record(tmp_path, steps_done=6)
+    record(tmp_path, steps_done=6, when=lambda step: step % 6 == 0)
+    record(tmp_path / "new", steps_done=6)
+    record(tmp_path, steps_done=3)
+
+
+def test_a_framework_that_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "olmo_core", None)
+    with pytest.raises(ImportError, match="olmo_core cannot be imported.*pip install ai2-olmo-core"):
+        trainer_callback("olmo_core")
