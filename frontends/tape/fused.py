@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 _NODE = "ChunkedLogProbFunction"
 
@@ -66,3 +66,14 @@ def in_rows(x: Tensor, mask: Tensor) -> Tensor:
         each = x.new_zeros(*mask.shape, *x.shape[1:])
         each[mask] = x
     return torch.cat([each, torch.zeros_like(each[:, :1])], 1)
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The layer that makes the logits of a Hugging Face model."""
+    model = getattr(model, "module", model)
+    getter = getattr(model, "get_output_embeddings", None)
+    try:
+        head = getter() if callable(getter) else None
+    except (NotImplementedError, AttributeError):
+        return None
+    return head if isinstance(head, nn.Module) else None

@@ -6,6 +6,7 @@ exception) leaves nothing behind.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attrax.core import Leaf
 from attrax.frontends.model.sharding import unwrapped
 from attrax.frontends.tape.assemble import Piece, components
-from attrax.frontends.tape.layout import Packing
+from attrax.frontends.tape.layout import Packing, copied, permuted
 from attrax.frontends.tape.notes import Delivered, Notes
 
 Repeat: TypeAlias = Callable[[Callable[[Any], Any]], object]
@@ -192,3 +193,19 @@ def flatten(values: object, name: str = "") -> dict[str, Any]:
     for key, value in items:
         found |= flatten(value, f"{name}.{key}" if name else str(key))
     return found
+
+
+def again(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
+) -> object:
+    """Run a module once more on copies of its arguments, or with their rows reordered."""
+    return repeat(module, args, kwargs, partial(permuted, B=rows) if reorder else copied)
+
+
+def repeat(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+) -> object:
+    """Run a module once more, without gradient, on arguments that a function has changed."""
+    args, kwargs = change((args, kwargs))
+    with torch.no_grad():
+        return module(*args, **kwargs)

@@ -7,10 +7,9 @@ penalties, Hessian products) delivers nothing.  A live source runs its own backw
 """
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,21 +18,20 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FSDPModule
 
-from attrax.core import Leaf, tree_map
+from attrax.core import Leaf
 from attrax.frontends.buffers import Buffers
 from attrax.frontends.model.coverage import Layer
-from attrax.frontends.model.parameters import Slot, buffers
-from attrax.frontends.model.randomness import Draws, draws
 from attrax.frontends.tape.assemble import Piece, assemble
 from attrax.frontends.tape.batchaxis import BatchAxis
+from attrax.frontends.tape.before import Before
 from attrax.frontends.tape.forms import cached, rule_form
-from attrax.frontends.tape.fused import fused_heads, in_rows, logit_gradients
+from attrax.frontends.tape.fused import fused_heads, in_rows, logit_gradients, output_head
 from attrax.frontends.tape.hooks import hook
-from attrax.frontends.tape.layout import EXAMPLES, Layout, Packing, copied, permuted
-from attrax.frontends.tape.passes import Call, Pass, flatten, input_key, open_pass
+from attrax.frontends.tape.layout import EXAMPLES, Layout, Packing
+from attrax.frontends.tape.passes import Call, Pass, again, flatten, input_key, open_pass, repeat
 from attrax.frontends.tape.placing import LayoutError, Placing
-from attrax.frontends.tape.recompute import Moment, owner, with_tapped, without_tensors
-from attrax.frontends.tape.taps import Mark, Tap, origins, saved_inputs
+from attrax.frontends.tape.recompute import with_tapped
+from attrax.frontends.tape.taps import Tap, accumulates, in_backward, marked, origins, saved_inputs
 from attrax.frontends.tape.tensor_parallel import Holds, tensor_parallel
 
 
@@ -75,14 +73,11 @@ class Tape:
         self.seen: set[str] = set()
         self._handles: list[Any] = []
         self._names: dict[str, dict[str, str]] = {}
-        self._accumulators: dict[str, dict[str, torch.autograd.graph.Node]] = {}
-        self._random: dict[str, Draws] = {}
-        self._buffers: dict[str, list[tuple[Slot, Tensor, Tensor]]] = {}
-        self._versions: dict[str, list[int]] = {}
+        self._before: dict[str, Before] = {}
         self._dropped: set[str] = set()
         self._placing = Placing(self.model, self.layouts, self.paused, self.parallel)
         self._axis = BatchAxis(self.model, self.paused)
-        self._head = _output_head(self.model)
+        self._head = output_head(self.model)
         self._memory = Buffers().array
         self._depth, self._task = 0, -1
         self._current: Pass | None = None
@@ -103,7 +98,7 @@ class Tape:
             raise RuntimeError("capture: this capture is already running; leave it before entering it again.")
         for layer in self.layers:
             self._names[layer.key] = {a: n for a, n in layer.names.items() if n in wanted}
-        self._depth, self._current, self._running, self._accumulators = 0, None, [], {}
+        self._depth, self._current, self._running, self._before = 0, None, [], {}
         try:
             for module in self.model.modules():
                 enter = hook(module, self._enter)
@@ -186,10 +181,10 @@ class Tape:
 
     def _opened(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
         """The pass that an outermost call belongs to: the one recomputed, the one it continues, or a new one."""
-        if _in_backward() and self._running and self._running[-1].silent:
+        if in_backward() and self._running and self._running[-1].silent:
             return self._running[-1]
         inputs = [x for x in flatten((args, kwargs)).values() if isinstance(x, Tensor)]
-        earlier = origins(inputs, self) if torch.is_grad_enabled() and not _in_backward() else []
+        earlier = origins(inputs, self) if torch.is_grad_enabled() and not in_backward() else []
         if len(earlier) > 1:
             raise RuntimeError(
                 f"capture: {type(module).__name__} was called with outputs of {len(earlier)} parts of the model that "
@@ -200,12 +195,12 @@ class Tape:
             earlier[0].complete = False
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
-        run.recomputed = _in_backward()
+        run.recomputed = in_backward()
         asks = torch.is_grad_enabled() and not (run.recomputed or self.together or cached(args, kwargs))
-        run.repeat = partial(_repeat, module, args, kwargs) if asks else None
+        run.repeat = partial(repeat, module, args, kwargs) if asks else None
         run.rows = self._axis.rows(module, run.inputs, run.repeat)
         if not run.recomputed and run.rows and not cached(args, kwargs):
-            run.again = partial(_again, module, args, kwargs, run.rows)
+            run.again = partial(again, module, args, kwargs, run.rows)
         if torch.is_grad_enabled() and not run.recomputed:
             if self.together:
                 self._placing.ask_together(run)
@@ -232,20 +227,7 @@ class Tape:
             for node in fused_heads(output):
                 self._tap_fused(run, node, output["label_mask"])
         output = self.close_pass(run, output) if run.calls and run.complete else output
-        return self._marked(run, output) if run.silent else output
-
-    def _marked(self, run: Pass, output: Any) -> Any:
-        """The output of a pass with a mark on every tensor, so that its backward is seen to begin."""
-
-        def mark(x: Any) -> Any:
-            return Mark.apply(x, run, self) if isinstance(x, Tensor) and x.requires_grad else x
-
-        if not is_dataclass(output) or isinstance(output, Mapping):
-            return tree_map(mark, output)
-        output = copy.copy(output)
-        for each in fields(output):
-            object.__setattr__(output, each.name, tree_map(mark, getattr(output, each.name)))
-        return output
+        return marked(output, run, self) if run.silent else output
 
     def _tap(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -262,17 +244,16 @@ class Tape:
             if module.training:
                 self._placing.learn(layer, run, args, kwargs, output)
             return None
-        accumulators = self._accumulators.pop(layer.key, {})
-        moment = self._moment(layer) if layer.rule is None else None
-        versions = self._versions.pop(layer.path, None)
+        before = self._before.pop(layer.key, Before({}))
         names = self._names[layer.key]
-        names = names if self._own is not None else {a: n for a, n in names.items() if a in accumulators}
+        names = (
+            names if self._own is not None else {a: n for a, n in names.items() if a in before.accumulators}
+        )
         names = {a: n for a, n in names.items() if n not in self._dropped}
         if not names:
             return None
         try:
-            if versions is not None and versions != _versions(args, kwargs):
-                raise LayoutError(layer.names.values(), _changes(layer))
+            moment = before.moment(layer, args, kwargs) if layer.rule is None else None
             form = self._placing.form(layer, run, args, kwargs, output, tuple(names), moment)
         except LayoutError as error:
             if self.unplaced is None:
@@ -282,7 +263,13 @@ class Tape:
             return None
         key = input_key(form.saved[0]) if layer.rule is not None and layer.rule.shares_input else None
         call = Call(
-            layer.path, len(run.calls), names, accumulators, form.leaves, key, layer.module is self._head
+            layer.path,
+            len(run.calls),
+            names,
+            before.accumulators,
+            form.leaves,
+            key,
+            layer.module is self._head,
         )
         run.add(call)
         anchor = run.anchor(form.outputs[0].device) if self._own is not None else None
@@ -322,32 +309,10 @@ class Tape:
 
         node.register_prehook(arrive)
 
-    def _moment(self, layer: Layer) -> Moment:
-        """What a module's call depended on, as far as the call changed it."""
-        changed = _changed(layer.module, self._buffers.pop(layer.path, []))
-        return Moment.of(layer.module, self._random.pop(layer.path, None), changed)
-
     def _ready(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a tapped layer runs: find the nodes that add to the `.grad` of its trained parameters.
-
-        Not after it: sharded training holds the parameter that autograd sees in the module only while the layer runs.
-        """
-        if not self.listening or not torch.is_grad_enabled():
-            return
-        if layer.rule is None:
-            self._versions[layer.path] = _versions(args, kwargs)
-        if layer.rule is None and module.training:
-            self._random[layer.path] = draws(module)
-            self._buffers[layer.path] = [
-                (slot, b, b.clone()) for slot, b in buffers(module).items() if b is not None
-            ]
-        if self._own is not None:
-            return
-        own = {a: getattr(*owner(module, a)) for a in self._names[layer.key]}
-        trained = {a: p for a, p in own.items() if isinstance(p, Tensor) and p.requires_grad}
-        self._accumulators[layer.key] = {
-            a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()
-        }
+        if self.listening and torch.is_grad_enabled():
+            names = () if self._own is not None else self._names[layer.key]
+            self._before[layer.key] = Before.of(layer, module, args, kwargs, names)
 
     # Backward: gradients arrive, groups are delivered, and the end of the backward finishes its passes.
 
@@ -413,7 +378,7 @@ class Tape:
         if self._own is not None:
             return dict(call.names) if run is self._own and self._running else {}
         kept = {a: n for a, n in call.names.items() if n not in self._dropped}
-        return {a: n for a, n in kept.items() if _accumulates(call.accumulators[a])}
+        return {a: n for a, n in kept.items() if accumulates(call.accumulators[a])}
 
     def _emit_group(self, run: Pass, group: list[Call], *, partial: bool = False) -> None:
         ordered = sorted(group, key=lambda call: run.order[call.path])
@@ -445,62 +410,3 @@ class Tape:
         for run in self._running:
             run.reset()
         self._running = []
-
-
-def _again(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, reorder: bool
-) -> object:
-    return _repeat(module, args, kwargs, partial(permuted, B=rows) if reorder else copied)
-
-
-def _repeat(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
-) -> object:
-    args, kwargs = change((args, kwargs))
-    with torch.no_grad():
-        return module(*args, **kwargs)
-
-
-def _changed(
-    module: nn.Module, before: list[tuple[Slot, Tensor, Tensor]]
-) -> dict[Slot, Tensor | None] | None:
-    """The buffers of a module before a call, if the call changed any."""
-    now = buffers(module)
-    kept = all(now.get(slot) is b and torch.equal(b, value) for slot, b, value in before)
-    return None if kept else {slot: value for slot, _, value in before}
-
-
-def _versions(args: Any, kwargs: Any) -> list[int]:
-    """How often the tensors of a call were changed in place."""
-    return [x._version for x in without_tensors((args, kwargs))[1] if not x.is_inference()]
-
-
-def _changes(layer: Layer) -> str:
-    return (
-        f"capture: layer '{layer.path}' ({type(layer.module).__name__}) has no rule and changes its arguments in "
-        "place, so it cannot run again. Give it a copy, exclude it, or recompute the module around it (recompute=)."
-    )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _accumulates(node: torch.autograd.graph.Node) -> bool:
-    """Whether the running backward adds to the parameter's `.grad`; `torch.autograd.grad` does not."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if "autograd.grad" not in str(error):
-            raise
-        return False
-
-
-def _output_head(model: nn.Module) -> nn.Module | None:
-    model = getattr(model, "module", model)
-    getter = getattr(model, "get_output_embeddings", None)
-    try:
-        head = getter() if callable(getter) else None
-    except (NotImplementedError, AttributeError):
-        return None
-    return head if isinstance(head, nn.Module) else None

@@ -6,12 +6,16 @@ freed with the graph, and an in-place change of it is an error instead of a wron
 backward of a pass begins.  `Twice` finds losses that contain a gradient.
 """
 
+import copy
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from attrax.core import tree_map
 from attrax.frontends.tape.passes import Call, Pass
 
 if TYPE_CHECKING:
@@ -105,3 +109,32 @@ def origins(inputs: list[Tensor], tape: "Tape") -> list[Pass]:
             continue
         pending += [parent for parent, _ in node.next_functions if parent is not None]
     return found
+
+
+def marked(output: Any, run: Pass, tape: "Tape") -> Any:
+    """The output of a pass with a mark on every tensor, so that its backward is seen to begin."""
+
+    def mark(x: Any) -> Any:
+        return Mark.apply(x, run, tape) if isinstance(x, Tensor) and x.requires_grad else x
+
+    if not is_dataclass(output) or isinstance(output, Mapping):
+        return tree_map(mark, output)
+    output = copy.copy(output)
+    for each in fields(output):
+        object.__setattr__(output, each.name, tree_map(mark, getattr(output, each.name)))
+    return output
+
+
+def in_backward() -> bool:
+    """Whether a backward runs now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def accumulates(node: torch.autograd.graph.Node) -> bool:
+    """Whether the running backward adds to the parameter's `.grad`; `torch.autograd.grad` does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        return False
