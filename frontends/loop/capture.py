@@ -34,7 +34,7 @@ from attrax.frontends.loop.doubts import (
     warn_of_nothing,
 )
 from attrax.frontends.loop.events import BackwardEvent, StepEvent
-from attrax.frontends.loop.losstaps import tap_loss
+from attrax.frontends.loop.losstaps import look_at_rows, tap_loss
 from attrax.frontends.loop.merging import merged
 from attrax.frontends.loop.moves import Moves
 from attrax.frontends.loop.normalization import Declared, Normalization
@@ -123,7 +123,7 @@ class Capture:
             finish=self._finish,
             start=self._start,
             open_pass=self._open,
-            close_pass=lambda run, output: tap_loss(output, run.notes),
+            close_pass=self._close,
             unplaced=None if strict else self._leave_out,
             check=verify,
             together=is_sharded(model),
@@ -195,6 +195,12 @@ class Capture:
                 run.packed = where
             else:
                 run.notes.together = where
+
+    def _close(self, run: Pass, output: Any) -> Any:
+        tapped = tap_loss(output, run.notes)
+        if self._normalization.unsure and run.notes.loss is None:
+            look_at_rows(output, run.notes)
+        return tapped
 
     def _start(self) -> None:
         self._begun = True

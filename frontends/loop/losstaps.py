@@ -1,7 +1,7 @@
 """Listening at the loss and the logits that a model returns."""
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -9,9 +9,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from attrax.frontends.loop.rowweight import row_weight
 from attrax.frontends.tape.notes import Notes
 
 _FAR = 512
+_EXACT = (torch.float32, torch.float64)
 
 
 class LossTap(torch.autograd.Function):
@@ -57,6 +59,21 @@ def tap_loss(output: Any, notes: Notes) -> Any:
         object.__setattr__(tapped, "loss", _tapped(loss, getattr(output, "logits", None), notes))
         return tapped
     return output
+
+
+def look_at_rows(output: Any, notes: Notes) -> None:
+    """Note what a row counts in a cross entropy of the logits that a model returns without a loss, if it is one."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", first)
+    if not isinstance(logits, Tensor) or logits.ndim < 2 or not logits.requires_grad:
+        return
+    kept, version = logits.detach(), logits._version
+
+    def look(g: Tensor) -> None:
+        weight = row_weight(kept, g) if kept._version == version and kept.dtype in _EXACT else None
+        notes.row_weight = None if weight is None else (weight, int(g.any(-1).sum()))
+
+    logits.register_hook(look)
 
 
 def _is_loss(x: object) -> TypeGuard[Tensor]:

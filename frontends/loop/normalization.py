@@ -3,11 +3,13 @@
 A loop back-propagates ``sum_i c_i l_i`` with l_i the sum of example i's loss terms.  Where the model returns its own
 loss, the gradient that arrives at that loss carries gradient accumulation and loss scaling, and labels or
 ``num_items_in_batch`` give the counts; which mean over those terms the loss is, is told from its value (`ownloss`).
-Elsewhere the loop says which loss it uses, and nothing is guessed.
+Elsewhere the loop says which loss it uses, and nothing is guessed; a name that a cross entropy of the model's logits
+contradicts is refused.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isclose
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -38,6 +40,7 @@ class Normalization:
     Attributes:
         outside: Whether weights were named for a loss outside of the model, so that its factors are not seen.
         scaler: What scales that loss.
+        unsure: Whether the name of a loss is still to be compared with what arrives at the logits.
 
     Args:
         declared: How the loop's loss weighs examples; None to rely on the model's own loss.
@@ -53,6 +56,7 @@ class Normalization:
         self._declared: Declared | None = declared
         self._own = OwnLoss(NAMES[declared] if isinstance(declared, str) else ())
         self.scaler, self.outside = scaler, False
+        self.unsure = isinstance(declared, str)
 
     def weights(
         self, notes: Notes, inputs: Mapping[str, Any], examples: int, owners: Tensor | None = None
@@ -79,7 +83,11 @@ class Normalization:
         if callable(declared) or scale is not None or notes.log_probs is not None:
             return c, n
         self.outside = True
-        return (c if c is None or self.scaler is None else c * self.scaler.get_scale()), n
+        c = c if c is None or self.scaler is None else c * self.scaler.get_scale()
+        if self.unsure and c is not None and examples > 1:
+            self.unsure = False
+            _compare(str(declared), notes.row_weight, float(c[0]), examples, n)
+        return c, n
 
     def check_scale(self) -> None:
         """See to it that what multiplies a loss outside of the model is known, right before an optimizer steps.
@@ -101,6 +109,30 @@ class Normalization:
                 f"capture: a GradScaler multiplies the loss by {scaler.get_scale():g}, and with it every captured "
                 "gradient, but the loss is computed outside of the model and the capture was not told. Pass scaler=."
             )
+
+
+def _compare(
+    declared: str, found: tuple[float, int] | None, expected: float, examples: int, tokens: Tensor | None
+) -> None:
+    """Compare a name with the cross entropy that was seen at the logits: one of the other names may fit it.
+
+    Raises:
+        ValueError: If it does, and the declared one does not.
+    """
+    if found is None:
+        return
+    weight, rows = found
+    count = {"sum": 1, "example_mean": examples, "token_mean": rows if tokens is None else int(tokens.sum())}
+    total = expected * count[declared]
+    fits = [
+        name for name, n in {**count, "token_mean": rows}.items() if isclose(weight, total / n, rel_tol=1e-2)
+    ]
+    if fits and not isclose(weight, expected, rel_tol=1e-2):
+        raise ValueError(
+            f"capture: loss={declared!r} was declared, in which each row counts {expected:.3g}, but what arrives at "
+            f"the logits is the gradient of a cross entropy in which each of {rows} rows counts {weight:.3g}: that of "
+            f"loss={fits[0]!r}. Declare this, or pass a function (inputs, examples) -> (c, n)."
+        )
 
 
 def declared_weights(

@@ -24,6 +24,7 @@ class Notes:
         version: How often these had been changed in place when they were returned.
         scale: Gradient that arrived at that loss, which is there as soon as its backward begins.
         outside: Whether a gradient arrived at the logits from outside of the model: the loop has a loss of its own.
+        row_weight: What every row counts in a cross entropy that the loop has computed of the logits, and how many do.
         log_probs: Gradient that arrived at the log-probabilities of a fused head, and their mask.
     """
 
@@ -36,6 +37,7 @@ class Notes:
     version: int = 0
     scale: Tensor | None = None
     outside: bool = False
+    row_weight: tuple[float, int] | None = None
     log_probs: tuple[Tensor, Tensor] | None = None
 
 
