@@ -479,8 +479,8 @@ def capture(
         loss: How the loop's loss weighs examples: "sum", "token_mean", "example_mean", or a function
             ``(inputs, examples) -> (c, n)``.  Not needed where the model returns its own mean loss (Hugging Face).  If
             unknown, only the target "as_trained" can be scored.  A name that is contradicted by the cross entropy
-            which the loop computes of the model's logits stops the first backward.  A loop that computes its loss outside of the model
-            and divides it (gradient accumulation) passes the function, its scale in c, or what
+            which the loop computes of the model's logits stops the first backward.  A loop that computes its loss
+            outside of the model and divides it (gradient accumulation) passes the function, its scale in c, or what
             ``trainer_options(accelerator, loss=...)`` makes of a name.
         scaler: The `GradScaler` of a loop that computes its loss outside of the model: its scale is divided out.  A
             loop that has one and does not pass it is stopped at its first step.
