@@ -118,6 +118,11 @@ def ahead(items: Generator[T], count: int) -> Generator[T]:
     thread.start()
     try:
         while True:
+            if not thread.is_alive() and running:
+                raise RuntimeError(
+                    "prefetch: the process was forked while a thread of it reads ahead, which goes on in the first one "
+                    "only. Begin to read after the fork, or open the store with prefetch=0."
+                )
             with changed:
                 changed.wait_for(lambda: made or not running)
                 if not made:
@@ -129,7 +134,9 @@ def ahead(items: Generator[T], count: int) -> Generator[T]:
         if failed:
             raise failed[0]
     finally:
-        with changed:
-            running = False
-            changed.notify_all()
-        thread.join()
+        if thread.is_alive():
+            with changed:
+                running = False
+                changed.notify_all()
+            if thread is not threading.current_thread():  # which may be the one that collects garbage
+                thread.join()

@@ -62,6 +62,12 @@ def write_index(folder: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def forget_index(folder: Path) -> None:
+    """Delete the index, which the next reader makes anew; without effect where the directory cannot be written."""
+    with suppress(OSError):
+        (folder / INDEX).unlink()
+
+
 def shard_sizes(folder: Path, without: Collection[str] = ()) -> dict[str, int]:
     """Size of each shard by name, some left out.
 

@@ -1,7 +1,7 @@
 """Blocks from the rows of shards: cut a block from the slabs that hold it, build one leaf at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from attrax.core.packed import Packed, concat_packed, take_packed, uninitialized
 from attrax.core.schema import Form, ShardInfo
 from attrax.frontends.storage.blockrows import BlockRows, Part, blocks_of, shards_in, wanted_rows
 from attrax.frontends.storage.merge import Rows
-from attrax.frontends.storage.shards import Loaded, open_shard, read_rows
+from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows
 from attrax.frontends.storage.windows import Reading, as_needed, as_windows, mapped, windows_of
 
 Gathered: TypeAlias = tuple[Examples, Iterator[tuple[str, Leaf]]]
@@ -50,15 +50,14 @@ def gather(
     folder: Path, shards: Sequence[ShardInfo], rows: Rows, built: frozenset[str], reading: Reading
 ) -> Gathered:
     """Some rows of one section as one block, in the order given."""
-    with ExitStack() as files:
-        opened = {s: files.enter_context(closing(open_shard(folder, shards[s]))) for s in shards_in(rows)}
-        wanted = wanted_rows(opened, rows)
-        loaded = {
-            (s, number): mapped(read_rows(opened[s], number, row, uninitialized), reading.placed)
-            for (s, number), row in wanted.items()
-        }
-        (block,) = blocks_of(opened, rows, [len(rows)])
-        return _cut(shards, loaded, block, built)
+    files: dict[int, Shard] = {}
+    loaded: dict[Part, Loaded] = {}
+    for s in shards_in(rows):
+        with closing(open_shard(folder, shards[s])) as files[s]:
+            for part, row in wanted_rows(files, rows.take(rows.shard == s)).items():
+                loaded[part] = mapped(read_rows(files[s], part[1], row, uninitialized), reading.placed)
+    (block,) = blocks_of(files, rows, [len(rows)])
+    return _cut(shards, loaded, block, built)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from errno import EMFILE, ENFILE
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from xxhash import xxh3_64_intdigest
 from attrax.core.packed import Memory, Packed, take_packed, uninitialized, unpack
 from attrax.core.schema import Places, ShardInfo
 from attrax.core.tree import Examples
-from attrax.frontends.storage.envelope import OtherSchema, places_in
+from attrax.frontends.storage.envelope import OtherSchema, data_at, places_in
+from attrax.frontends.storage.folder import forget_index
 from attrax.frontends.storage.h5types import open_file
 from attrax.frontends.storage.recording import Column, Record
 from attrax.frontends.storage.shardtable import Table, parsed
@@ -38,6 +40,11 @@ def _explained(shard: str, part: str) -> Iterator[None]:
             f"open_store: shard '{shard}' is gone or may not be read: {error}. Open the store again."
         ) from error
     except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno in (EMFILE, ENFILE):
+            raise ValueError(
+                f"open_store: shard '{shard}' cannot be opened, too many files are open: {error}. Allow more "
+                "(ulimit -n), read smaller blocks, or merge the shards (attrax compact)."
+            ) from error
         raise ValueError(
             f"open_store: shard '{shard}': {part} cannot be read: {error}. The file is damaged or not written by "
             "attrax. Move it out of the store to use the other shards, and capture its examples again."
@@ -67,8 +74,9 @@ def _opened(path: Path, places: Places) -> Shard:
         if xxh3_64_intdigest(text) != places.checksum:
             raise ValueError("the checksum of its table does not fit")
         table = parsed(text)
-        if any(slab.at + slab.size > places.size for slab in table.slabs):
-            raise ValueError(f"its slabs reach beyond its {places.size} bytes of data")
+        room = min(places.size, size - places.data)
+        if any(slab.at + slab.size > room for slab in table.slabs):
+            raise ValueError(f"its slabs reach beyond its {room} bytes of data")
         return Shard(replace(table.info, name=path.name, size=size, places=places), descriptor, table)
     except BaseException:
         os.close(descriptor)
@@ -97,13 +105,15 @@ def open_shard(folder: Path, info: ShardInfo) -> Shard:
     Raises:
         ValueError: If the file is not what `info` says.
     """
+    path = folder / info.name
     with _explained(info.name, "the description"):
-        try:
-            shard = _opened(folder / info.name, info.places)
-        except _DAMAGE:  # what a cache says of the places is not trusted
-            shard = _described(folder / info.name)
+        try:  # what the index says of the places is not trusted, and the table does not say where the data begin
+            shard = _opened(path, info.places) if info.places.data == data_at() else _described(path)
+        except _DAMAGE:
+            shard = _described(path)
     if shard.info != info:
         shard.close()
+        forget_index(folder)
         raise ValueError(
             f"open_store: shard '{info.name}' is not what it was when the store was opened. Open the store again."
         )

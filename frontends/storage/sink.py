@@ -44,6 +44,8 @@ from attrax.frontends.storage.shards import read_info
 from attrax.frontends.storage.slabs import SLAB_BYTES
 from attrax.frontends.storage.slabwriter import LostBytes
 
+_SHARDS = 128
+"""How many shards may wait for the disk, however small: each is an open file."""
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -229,7 +231,7 @@ class Sink:
             if self._waiting and self._waiting[-1] is record:
                 self._waiting[-1] = record.kept()
         if full:
-            size = self._bytes
+            size = max(self._bytes, self._options.buffer_bytes // _SHARDS)
             self._jobs.put(self._ended(), size)
         else:
             self._jobs.check()

@@ -26,6 +26,8 @@ from attrax.frontends.storage.merge import Rows
 from attrax.frontends.storage.shards import Loaded, Shard, open_shard, read_rows
 
 WINDOW_BYTES = 80 * 2**20
+_FILES = 128
+"""Shards of one window, but for those that a block needs anyway and those of which it has a part."""
 
 Shape: TypeAlias = int | Literal["step"] | None
 """Examples per block, "step" for one block an optimizer step, None for the blocks that were written."""
@@ -82,7 +84,8 @@ def windows_of(folder: Path, shards: Sequence[ShardInfo], rows: Rows, reading: R
 def _planned(shards: Sequence[ShardInfo], rows: Rows, reading: Reading) -> Iterator[tuple[int, list[int]]]:
     """First row of each window, and where its blocks end."""
     ends = _block_ends(rows, reading.block_examples)
-    per_row = np.array([info.size / max(1, len(info.ids)) for info in shards])
+    least = reading.window_bytes / _FILES
+    per_row = np.array([max(info.size, least) / max(1, len(info.ids)) for info in shards])
     read_until = np.cumsum(per_row[rows.shard])[ends - 1] if len(ends) else np.zeros(0)
     block, start = 0, 0
     while block < len(ends):

@@ -1,5 +1,9 @@
 """Shards written while training goes on, and windows read ahead: bounds, errors, and what is left running."""
 
+import gc
+import os
+import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -73,6 +77,21 @@ def test_training_goes_on_until_the_bound_is_reached(tmp_path, disk):
     training.join()
     sink.close()
     assert exact(open_store(tmp_path)) == [str(n) for n in range(6)] and not waiting_threads()
+
+
+def test_few_files_wait_for_the_disk_however_small_they_are(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(sinks, "_SHARDS", 4)
+    sink = store(tmp_path, shard_examples=1)
+    training = threading.Thread(target=lambda: [sink(block(n)) for n in range(20)])
+    training.start()
+    while len(list(tmp_path.glob(".*.tmp"))) < 5:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    assert len(list(tmp_path.glob(".*.tmp"))) == 5
+    disk.go.set()
+    training.join()
+    sink.close()
+    assert exact(open_store(tmp_path)) == [str(n) for n in range(20)]
 
 
 def test_without_a_buffer_every_shard_is_on_the_disk_at_once(tmp_path):
@@ -185,6 +204,45 @@ def test_an_error_ahead_is_raised_in_its_place(tmp_path):
     with pytest.raises(ValueError, match=f"{victim.name}' is gone"):
         next(stream)
     assert not waiting_threads()
+
+
+def test_an_iteration_that_its_own_thread_collects_ends_quietly(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    go = threading.Event()
+
+    def items():
+        yield 0
+        assert go.wait(20)
+        gc.collect()
+        yield 1
+
+    cycle: list[Any] = [ahead(items(), 1)]
+    cycle.append(cycle)
+    next(cycle[0])
+    del cycle
+    go.set()
+    while waiting_threads():
+        time.sleep(0.001)
+    assert not told
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_is_told_that_nobody_reads_ahead_for_it(tmp_path):
+    many(tmp_path)
+    source = open_store(tmp_path, prefetch=1)
+    source = replace(source, reading=replace(source.reading, window_bytes=1))
+    blocks = source.map(lambda *_: None)
+    next(blocks)
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try:
+            list(blocks)
+        except RuntimeError as error:
+            os._exit(0 if "Begin to read after the fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(blocks)) == 11
 
 
 def test_leaves_go_where_they_are_asked_for(tmp_path):

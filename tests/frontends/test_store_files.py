@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from xxhash import xxh3_64_intdigest
 
 from attrax.core import Block, Examples, GradTree, Part, Sum, diagonal, factorized, lookup, materialized
-from attrax.core.schema import SCHEMA
+from attrax.core.schema import FORMAT, SCHEMA, Places
 from attrax.frontends.storage import index
 from attrax.frontends.storage.envelope import data_at, wrapped
 from attrax.frontends.storage.store import open_store, store
@@ -216,6 +217,67 @@ def test_an_index_with_a_right_checksum_and_wrong_fields(shard, field, value):
     entries[0][field] = value
     (shard.parent / "index.json").write_text(index.enclosed(json.dumps(entries)))
     assert content(shard.parent) == expected
+
+
+def write_entry(shard, **fields: Any):
+    """An index that says something else of a shard."""
+    entries = json.loads((shard.parent / "index.json").read_text())["shards"]
+    (shard.parent / "index.json").write_text(index.enclosed(json.dumps([{**entries[0], **fields}])))
+
+
+@pytest.mark.parametrize("place", Places._fields)
+@pytest.mark.parametrize("value", [0, 64, -64, 2**62, 2**70])
+def test_an_index_with_one_wrong_place(shard, place, value):
+    expected = content(shard.parent)
+    (info,) = open_store(shard.parent).shards
+    write_entry(shard, places=info.places._replace(**{place: value}))
+    assert content(shard.parent) == expected
+
+
+def test_an_index_that_says_otherwise_than_the_shard_is_forgotten(shard):
+    expected = content(shard.parent)
+    write_entry(shard, ids=["other", *open_store(shard.parent).ids[1:]])
+    with pytest.raises(ValueError, match=f"{shard.name}' is not what it was.*Open the store again"):
+        content(shard.parent)
+    assert content(shard.parent) == expected
+
+
+def test_an_index_makes_no_file_larger(shard):
+    """Slabs that reach beyond the file, which a forged index says is large enough."""
+    (before,) = open_store(shard.parent).shards
+    text = (shard.parent / "index.json").read_text()
+    forge(shard, lambda said: said["slabs"][0].__setitem__("at", 2**40))
+    (shard.parent / "index.json").write_text(text)
+    with opened(shard) as file:
+        table: Any = file["table"]
+        where = (table.id.get_offset(), len(table), int(table.attrs["xxh3"]))
+    places = Places(before.places.data, 2**62, *where)
+    write_entry(shard, size=shard.stat().st_size, places=places)
+    with pytest.raises(ValueError, match=f"{shard.name}.*the description.*beyond its"):
+        content(shard.parent)
+
+
+def test_an_index_without_places_is_made_anew(shard):
+    """As versions wrote it that did not keep them."""
+    expected, good = content(shard.parent), (shard.parent / "index.json").read_text()
+    entries = json.loads(good)["shards"]
+    (shard.parent / "index.json").write_text(
+        index.enclosed(json.dumps([{k: v for k, v in e.items() if k != "places"} for e in entries]))
+    )
+    assert content(shard.parent) == expected and (shard.parent / "index.json").read_text() == good
+
+
+def test_data_may_lie_where_another_hdf5_puts_them(shard):
+    expected = content(shard.parent)
+    with opened(shard) as file:
+        data, table = (file[name][:] for name in ("data", "table"))
+    with h5py.File(shard, "w", userblock_size=1024) as file:
+        file.attrs["format"], file.attrs["schema"] = np.bytes_(FORMAT), SCHEMA
+        file["data"], file["table"] = data, table
+        file["table"].attrs["xxh3"] = np.uint64(xxh3_64_intdigest(table.tobytes()))
+        assert file["data"].id.get_offset() != data_at()
+    for _ in ("described", "from the index"):
+        assert content(shard.parent)[:4] == expected[:4] and content(shard.parent)[5:] == expected[5:]
 
 
 def test_an_index_that_names_other_files_leads_nowhere(shard):

@@ -1,6 +1,7 @@
 """A store as a source: the same scores as from memory, views, random access, bounded memory."""
 
 import os
+import resource
 import time
 from typing import Any
 
@@ -249,6 +250,29 @@ def test_memory_is_bounded_by_a_window_of_blocks(tmp_path, monkeypatch):
     reading = windows.Reading(window_bytes=5 * 4500)
     found = list(stream(open_.path, open_.shards, open_.rows, frozenset(), reading))
     assert len(found) == 40 and max(read_at_once) <= 6 and sum(read_at_once) == 40
+
+
+@pytest.fixture
+def few_files():
+    """Room for 20 more open files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_many_small_shards_are_not_all_open_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(windows, "_FILES", 8)
+    blocks = [make({"w": materialized("w", torch.full((1, 3), float(n)))}, [str(n)]) for n in range(60)]
+    source = write(tmp_path, *blocks, shard_examples=1, buffer_bytes=0)
+    for prefetch in (0, 1):
+        found = read(open_store(tmp_path, prefetch=prefetch))
+        assert [block.grads["w"].w[0, 0].item() for block in found] == list(range(60))
+    ids = source.ids[::-1]
+    assert source.block(ids).grads["w"].w[:, 0].tolist() == [float(i) for i in ids]
+    with pytest.raises(ValueError, match=r"too many files are open.*attrax compact"):
+        read(open_store(tmp_path, block_examples=60))
 
 
 @pytest.fixture
