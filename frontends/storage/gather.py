@@ -81,14 +81,13 @@ class _Piece:
 
 
 def _piece(read: Loaded, block: BlockRows, part: Part) -> _Piece:
-    rows, every = block.rows, np.arange(len(block.rows))
-    one = len(block.parts) == 1
-    here = every if one else np.flatnonzero((rows.shard == part[0]) & (block.slab == part[1]))
-    place = read.rows.searchsorted(rows.row if one else rows.row[here])
-    first = int(place[0])
-    if not (place - first == every[: len(place)]).all():
+    rows = block.rows
+    here = np.flatnonzero((rows.shard == part[0]) & (block.slab == part[1]))
+    place = read.rows.searchsorted(rows.row[here])
+    first, stop = int(place[0]), int(place[0]) + len(place)
+    if (place[1:] - place[:-1] != 1).any():
         return _Piece(read, place, here)
-    return _Piece(read, None if len(place) == len(read.rows) else slice(first, first + len(place)), here)
+    return _Piece(read, None if len(place) == len(read.rows) else slice(first, stop), here)
 
 
 def _cut(

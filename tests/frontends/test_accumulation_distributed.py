@@ -229,7 +229,7 @@ def refusals() -> list[str]:
             fully_shard(module, mesh=mesh)
         change(model)
         with selecting(model, case, [0, 1], []):
-            found.append(refusal(lambda model=model: backward(model, case, [0, 1], 1.0)))
+            found.append(refusal(lambda model=model: backward(model, case, [0, 1], 2.0)))
     return found
 
 
