@@ -35,9 +35,10 @@ from attrax.frontends.loop.doubts import (
     warn_of_leftovers,
     warn_of_moves,
     warn_of_nothing,
+    warn_of_writes,
 )
 from attrax.frontends.loop.events import BackwardEvent, StepEvent
-from attrax.frontends.loop.kept import kept, memory
+from attrax.frontends.loop.kept import Writes, kept, memory
 from attrax.frontends.loop.losstaps import tap_loss
 from attrax.frontends.loop.merging import merged
 from attrax.frontends.loop.moves import Moves
@@ -117,6 +118,7 @@ class Capture:
         self._steps, self._discards = Steps(model, self._present), Discards()
         self._leftovers, self._changed = Leftovers(), False
         self._told: set[str] = set()
+        self._writes = Writes()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun, self._first, self._early, self._handed = False, True, 0, 0
@@ -274,13 +276,13 @@ class Capture:
         self._discards.remember(self._steps.parameters())
         for block, x in zip(blocks, found, strict=True):
             block = self._without_nonfinite(block, x.bad)
+            late = x.directions is None and self.after_backward and len(block.examples)
+            if late and self.transform is not None:
+                block = replace(block, grads=block.grads.map(self.transform))
+            self._writes.watch(block.grads)
             if x.directions is not None:
                 self._moves.waiting.add(block, x.directions)
-            elif not len(block.examples):
-                continue
-            elif self.after_backward and self.transform is not None:
-                self._pending.append(replace(block, grads=block.grads.map(self.transform)))
-            else:
+            elif len(block.examples):
                 self._pending.append(block)
         self._moves.left_behind(self._steps.step, self.transform)
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
@@ -399,6 +401,7 @@ class Capture:
         self._first, self._changed = True, False
 
     def _flush(self, rate: float | None) -> None:
+        self._tell_once("writes", warn_of_writes, self._writes.found())
         ready, left = self._moves.flush(self._steps.step, self._discarded)
         self._pending += ready
         self._leave_unused(left)
@@ -542,6 +545,10 @@ def capture(
     What cannot be told: whether a loss that the loop computes outside of the model compares examples with each other
     (a contrastive loss over the batch).  Its rows are the exact share of each example's forward pass in `.grad`, but
     not gradients of losses of single examples, and weights that `loss` declares mean nothing.  `live` refuses them.
+    Nor what hooks on parameters make of gradients, which are captured before these.  Blocks refer to what layers have
+    computed until they are handed on: a loop may write to inputs, parameters, gradients and buffers of the model
+    meanwhile, but not to hidden states that it has kept, nor to the gradient that it gave to ``backward``: a warning
+    says so.
 
     Returns:
         The context manager.

@@ -72,6 +72,15 @@ def warn_of_hooks(step: int, parameters: Sequence[str]) -> None:
     )
 
 
+def warn_of_writes(step: int, leaves: Sequence[str]) -> None:
+    """What blocks hold is not what was captured any more."""
+    _warn(
+        f"blocks of step {step} hold memory that was written to after their backward, e.g. in {leaves[:3]}: their "
+        "gradients may be wrong. Do not change hidden states of the model, nor the gradient given to backward(), in "
+        "place before the optimizer has stepped: make new tensors, or give the model a copy."
+    )
+
+
 def hooked(parameters: Mapping[str, Tensor]) -> list[str]:
     """Parameters with hooks on their gradient that still is there: it was not used within the backward."""
     return [

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +87,27 @@ def test_numbers_stay(kind, rng):
                 moving.zero_grad()
     for block, expected in zip(blocks, right, strict=True):
         assert_gradients(block_gradients(block), expected)
+
+
+def hidden_states(model: Any, x: Tensor) -> None:
+    kept: list[Tensor] = []
+    handle = model.last.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    model(x).square().sum().backward()
+    handle.remove()
+    kept[0].detach().zero_()
+
+
+def given_gradient(model: Any, x: Tensor) -> None:
+    given = torch.ones(len(x), 3, dtype=x.dtype)
+    model(x).backward(given)
+    given.zero_()
+
+
+@pytest.mark.parametrize("write", [hidden_states, given_gradient])
+def test_writes_to_what_blocks_hold_are_told(write: Callable[[nn.Module, Tensor], None], rng):
+    model = seeded(MLP)
+    moving = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture(model, loss="sum"):
+        write(model, torch.randn(3, 4, generator=rng, dtype=torch.float64))
+        with pytest.warns(RuntimeWarning, match=r"step 0 hold memory that was written to .*'last.weight'"):
+            moving.step()
