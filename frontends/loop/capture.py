@@ -27,13 +27,18 @@ from attrax.core.leaves import covers
 from attrax.core.transfers import near
 from attrax.frontends.loop.arguments import check_functions, check_steps
 from attrax.frontends.loop.doubts import (
+    hooked,
     refuse_uncaptured,
+    warn_of_changes,
     warn_of_early,
+    warn_of_hooks,
     warn_of_leftovers,
     warn_of_moves,
     warn_of_nothing,
+    warn_of_writes,
 )
 from attrax.frontends.loop.events import BackwardEvent, StepEvent
+from attrax.frontends.loop.kept import Writes, kept, memory
 from attrax.frontends.loop.losstaps import look_at_rows, tap_loss
 from attrax.frontends.loop.merging import merged
 from attrax.frontends.loop.moves import Moves
@@ -47,7 +52,7 @@ from attrax.frontends.model.averaging import averaging
 from attrax.frontends.model.coverage import Coverage, Selection, Selector, select, without
 from attrax.frontends.model.modes import check_compiled, check_coupled, check_sharding
 from attrax.frontends.model.rows import as_ids
-from attrax.frontends.model.sharding import is_sharded
+from attrax.frontends.model.sharding import is_flat, is_sharded
 from attrax.frontends.runs.observed import overflows
 from attrax.frontends.runs.trajectory import Recorder
 from attrax.frontends.sources.nonfinite import nonfinite_examples, without_nonfinite
@@ -56,6 +61,7 @@ from attrax.frontends.tape.notes import Delivered
 from attrax.frontends.tape.passes import Pass
 from attrax.frontends.tape.placing import LayoutError
 from attrax.frontends.tape.tape import Tape
+from attrax.frontends.tape.taps import in_backward
 from attrax.frontends.tape.tensor_parallel import Holds
 
 Sink = Callable[[Block], object]
@@ -110,7 +116,9 @@ class Capture:
         self._wanted = {c.parameter for c in self.coverage.captured}
         self._known = self.coverage.known
         self._steps, self._discards = Steps(model, self._present), Discards()
-        self._leftovers, self._told = Leftovers(), False
+        self._leftovers, self._changed = Leftovers(), False
+        self._told: set[str] = set()
+        self._writes = Writes()
         self._pending: list[Block] = []
         self._discarded: list[Block] = []
         self._begun, self._first, self._early, self._handed = False, True, 0, 0
@@ -128,6 +136,7 @@ class Capture:
             check=verify,
             together=is_sharded(model),
             holds=holds,
+            parameters={} if is_flat(model) else self._present.captured,
         )
         self.holds: Holds = holds
         self.hands_out = self._tape.parallel is None or self._tape.parallel.hands_out
@@ -185,6 +194,11 @@ class Capture:
 
     def _open(self, run: Pass) -> None:
         self._look()
+        self._moves.look()
+        if self._discards.touched(self._steps.parameters()):
+            self._steps.forget()
+        if self._sums is not None:
+            self._sums.again(self._present.stand_ins)
         run.notes.mark, run.notes.averaging = self._steps.mark(), averaging()
         if self._sums is not None:
             run.notes.fresh = self._sums.fresh()
@@ -208,12 +222,20 @@ class Capture:
             self._sums.clear()
         if self._steps.over or self._steps.by_hand():
             self._end_step()
-        elif self._discards.happened(self._steps.parameters()):
-            self._discarded, self._pending = self._discarded + self._pending, []
-            self._leave_unused(self._moves.waiting.clear())
-            self._first = True
+        elif not self._thrown_away() and not self._tape.together:
+            self._changed |= self._discards.touched(self._steps.parameters())
         if self._first:
             self._leftovers.look(self._steps.parameters())
+
+    def _thrown_away(self) -> bool:
+        """Whether the gradients of the step's backwards so far are gone; no optimizer will use their blocks."""
+        if not self._discards.happened(self._steps.parameters()):
+            return False
+        self._discards.forget()
+        self._discarded, self._pending = self._discarded + self._pending, []
+        self._leave_unused(self._moves.waiting.clear())
+        self._first, self._changed = True, False
+        return True
 
     def _deliver(self, run: Pass, name: str, leaf: Leaf) -> None:
         if run.delivered is None:
@@ -252,25 +274,33 @@ class Capture:
         if self._sums is not None:
             self._check(self._sums, runs)
         found = merged([run.delivered for run in runs if run.delivered is not None])
+        written = self._written(runs) if found else set[int]()
         for x in found:
-            x.examples = self._with_absent(x)
+            x.examples, x.leaves = self._with_absent(x), kept(x.leaves, written)
         blocks = self._called(runs, found)
         self._first = False
         self._discards.remember(self._steps.parameters())
         for block, x in zip(blocks, found, strict=True):
             block = self._without_nonfinite(block, x.bad)
+            late = x.directions is None and self.after_backward and len(block.examples)
+            if late and self.transform is not None:
+                block = replace(block, grads=block.grads.map(self.transform))
+            self._writes.watch(block.grads)
             if x.directions is not None:
                 self._moves.waiting.add(block, x.directions)
-            elif not len(block.examples):
-                continue
-            elif self.after_backward and self.transform is not None:
-                self._pending.append(replace(block, grads=block.grads.map(self.transform)))
-            else:
+            elif len(block.examples):
                 self._pending.append(block)
         self._moves.left_behind(self._steps.step, self.transform)
         if not self._steps.seen and len(self._pending) + len(self._discarded) > _PATIENCE:
             self._early += len(self._pending) + len(self._discarded)
             self._flush(None)
+
+    def _written(self, runs: list[Pass]) -> set[int]:
+        """Memory that training writes to before the blocks of a backward are handed on."""
+        parameters = self._present.parameters.values()
+        grads = [p.grad for p in parameters if p.is_leaf]
+        given = [x for run in runs for x in run.given]
+        return memory([*parameters, *grads, *self.model.buffers(), *given])
 
     def _with_absent(self, found: Delivered) -> Examples:
         """The examples of a backward; the direction of a parameter that it did not reach need not be zero."""
@@ -335,15 +365,21 @@ class Capture:
 
     # One step: its backwards, then the optimizers that use their gradients.
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         self._look()
         rates = self._steps.rates(optimizer)
         if not rates or overflows(optimizer):
             return
         if not self._steps.seen and self._steps.step > 0:
             warn_of_moves(self._steps.step)
-        if self._steps.moves(optimizer):
+        if self._steps.moves(rates):
             self._end_step()
+            if not any(x is not None for x in (*args[1:], *kwargs.values())):  # no closure makes others first
+                self._leftovers.look(self._steps.parameters())
+        elif not self._tape.together:  # a process alone cannot tell that the others' pieces are zero as well
+            self._thrown_away()
         trained = {n: p for n, p in self._present.parameters.items() if p.requires_grad}
         self._check_selection({n for n, p in trained.items() if p.grad is not None})
         self._doubts(rates)
@@ -368,9 +404,10 @@ class Capture:
         self._flush(self._steps.rate())
         self._steps.advance()
         self._moves.begin()
-        self._first = True
+        self._first, self._changed = True, False
 
     def _flush(self, rate: float | None) -> None:
+        self._tell_once("writes", warn_of_writes, self._writes.found())
         ready, left = self._moves.flush(self._steps.step, self._discarded)
         self._pending += ready
         self._leave_unused(left)
@@ -395,7 +432,7 @@ class Capture:
             for i in block.examples.ids
         ]
 
-    def _doubts(self, moved: Mapping[str, float]) -> None:
+    def _doubts(self, moved: Mapping[str, float | None]) -> None:
         """Whether the blocks of a step explain the gradients that an optimizer is about to use."""
         if not self._begun and any(p.grad is not None for p in self._steps.parameters().values()):
             refuse_uncaptured([x.path for x in self.selection.layers if x.path not in self._tape.seen])
@@ -404,11 +441,18 @@ class Capture:
             warn_of_early(self._early)
             self._early = 0
         leftovers = self._leftovers.of(moved)
-        if leftovers:
+        if leftovers or self._changed:
             self._moves.unexplained()
-        if leftovers and not self._told:
-            warn_of_leftovers(self._steps.step, leftovers)
-            self._told = True
+        self._tell_once("leftovers", warn_of_leftovers, leftovers)
+        self._tell_once("changes", warn_of_changes, list(moved) if self._changed else [])
+        own = set[str]() if self._sums is None else self._sums.hooked
+        names = [] if in_backward() else [n for n in hooked(self._steps.parameters()) if n not in own]
+        self._tell_once("hooks", warn_of_hooks, names)
+
+    def _tell_once(self, what: str, warn: Callable[[int, Sequence[str]], None], names: Sequence[str]) -> None:
+        if names and what not in self._told:
+            self._told.add(what)
+            warn(self._steps.step, names)
 
     def _check_selection(self, trained: set[str]) -> None:
         """A parameter that became trainable after the capture began would be missing."""
@@ -508,6 +552,10 @@ def capture(
     What cannot be told: whether a loss that the loop computes outside of the model compares examples with each other
     (a contrastive loss over the batch).  Its rows are the exact share of each example's forward pass in `.grad`, but
     not gradients of losses of single examples, and weights that `loss` declares mean nothing.  `live` refuses them.
+    Nor what hooks on parameters make of gradients, which are captured before these.  Blocks refer to what layers have
+    computed until they are handed on: a loop may write to inputs, parameters, gradients and buffers of the model
+    meanwhile, but not to hidden states that it has kept, nor to the gradient that it gave to ``backward``: a warning
+    says so.
 
     Returns:
         The context manager.

@@ -5,7 +5,15 @@ from torch import Tensor, nn
 
 from attrax.core import Block, Transform
 from attrax.frontends.loop.directions import Waiting
-from attrax.frontends.runs.observed import clip_of, consumed, norms, norms_left, processes, stepping_scaler
+from attrax.frontends.runs.observed import (
+    callers,
+    clip_of,
+    consumed,
+    norms,
+    norms_left,
+    processes,
+    stepping_scaler,
+)
 from attrax.frontends.runs.trajectory import Recorder
 
 
@@ -27,6 +35,11 @@ class Moves:
         self._scale = 1.0
         self._inside: torch.optim.Optimizer | None = None
         self._again = False
+
+    def look(self) -> None:
+        """A forward pass begins: an optimizer whose step was left by an exception is not at work any more."""
+        if self._inside is not None and not any(x is self._inside for x in callers()):
+            self._inside = None
 
     def left_behind(self, step: int, transform: Transform | None) -> None:
         """A backward is over; its gradients lie in `.grad`, or will once processes have averaged them."""

@@ -23,6 +23,8 @@ class Present:
         parameters: All parameters by canonical name, as of the last look.
         captured: Those that are captured.
         added: Names of trainable parameters that the model has gained since the first look.
+        stand_ins: Captured parameters in whose place the model holds other tensors (`functional_call`): what is
+            captured are the gradients of these.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
@@ -35,6 +37,7 @@ class Present:
         self._first = set(now)
         self.captured: dict[str, Tensor] = {n: now[n] for layer in layers for n in layer.names.values()}
         self.added: set[str] = set()
+        self.stand_ins: dict[str, Tensor] = {}
         self._shapes = {n: p.shape for n, p in self.captured.items()}
 
     def look(self) -> bool:
@@ -54,6 +57,7 @@ class Present:
         self.added = {n for n, p in now.items() if n not in self._first and p.requires_grad}
         changed = {n: now[n] for n, p in self.captured.items() if now[n] is not p and _follows(now[n], p)}
         self.captured |= changed
+        self.stand_ins = {n: p for n, p in self.captured.items() if not isinstance(now[n], nn.Parameter)}
         return bool(changed)
 
     def _refuse_sharded(self, now: dict[str, nn.Parameter]) -> None:

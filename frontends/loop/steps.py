@@ -6,6 +6,7 @@ parameters move.
 """
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from attrax.core.transfers import fetched
 from attrax.frontends.loop.present import Present
 from attrax.frontends.model.fingerprints import Fingerprints
+
+Rates: TypeAlias = dict[str, float | None]
 
 
 class Steps:
@@ -28,7 +31,7 @@ class Steps:
         self.step, self.micro = 0, 0
         self._present = present
         self._marks = Fingerprints(model)
-        self._movers: dict[int, dict[str, float]] = {}
+        self._movers: dict[int, Rates] = {}
         self._seen = False
         self._place: str | None = None
 
@@ -43,17 +46,18 @@ class Steps:
             self._marks.forget()
         return replaced
 
-    def rates(self, optimizer: Optimizer) -> dict[str, float]:
-        """Learning rate of the captured parameters that an optimizer moves, by name."""
-        groups = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        return {n: float(groups[id(p)]) for n, p in self.parameters().items() if id(p) in groups}
+    def rates(self, optimizer: Optimizer) -> Rates:
+        """Learning rate of the captured parameters that an optimizer moves, by name; None if it makes its own."""
+        groups = {id(p): group.get("lr") for group in optimizer.param_groups for p in group["params"]}
+        own = {n: groups[id(p)] for n, p in self.parameters().items() if id(p) in groups}
+        return {n: None if rate is None else float(rate) for n, rate in own.items()}
 
-    def moves(self, optimizer: Optimizer) -> bool:
-        """An optimizer is about to step; whether it has stepped in this step already."""
+    def moves(self, rates: Rates) -> bool:
+        """An optimizer is about to move some parameters; whether one has in this step already."""
         self._seen = True
-        return id(optimizer) in self._movers
+        return not self._moving().isdisjoint(rates)
 
-    def moved(self, optimizer: Optimizer, rates: dict[str, float]) -> bool:
+    def moved(self, optimizer: Optimizer, rates: Rates) -> bool:
         """An optimizer has stepped; whether all captured parameters have moved now."""
         self._seen = True
         self._marks.forget()
@@ -91,16 +95,24 @@ class Steps:
         before, self._place = self._place, self._marks.of(self.parameters())
         return before is not None and before != self._place
 
+    def forget(self) -> None:
+        """Something may have written to the parameters uncounted."""
+        self._marks.forget()
+
     def mark(self) -> str:
         """The model's fingerprint now."""
         return self._marks.now(self._present.parameters, exact=not self._seen)
 
 
 class Discards:
-    """Notices that gradients were thrown away before an optimizer used them."""
+    """Notices that gradients were changed, or thrown away, before an optimizer used them."""
 
     def __init__(self) -> None:
         self._state: dict[str, tuple[int, int]] | None = None
+
+    def touched(self, parameters: dict[str, Tensor]) -> bool:
+        """Whether gradients are not as the backward before has left them."""
+        return bool(self._state) and _state(parameters) != self._state
 
     def remember(self, parameters: dict[str, Tensor]) -> None:
         """Note the gradients as a backward has left them."""
@@ -112,7 +124,7 @@ class Discards:
 
     def happened(self, parameters: dict[str, Tensor]) -> bool:
         """Whether all gradients of the backward before are gone: None, or written to and zero now."""
-        if not self._state or _state(parameters) == self._state:
+        if not self._state or not self.touched(parameters):
             return False
         grads = [p.grad for n, p in parameters.items() if n in self._state and p.grad is not None]
         return not any(bool(_any(g)) for g in grads)

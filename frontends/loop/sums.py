@@ -58,7 +58,7 @@ class GradientSums:
     def __init__(self, model: nn.Module, wanted: Iterable[str]) -> None:
         names = set(wanted)
         self._model = model
-        self._waiting = {n: p for n, p in named(model).items() if n in names}
+        self._waiting: dict[str, Tensor] = {n: p for n, p in named(model).items() if n in names}
         self._sharded = several_processes() and is_sharded(model)
         self._hooked = several_processes() and not self._sharded
         self._parallel = parallel_mesh(model)  # to be compared once
@@ -75,6 +75,11 @@ class GradientSums:
             hook.remove()
         self._hooks = {}
 
+    @property
+    def hooked(self) -> Set[str]:
+        """Parameters with a hook of this check."""
+        return self._hooks.keys()
+
     def clear(self) -> None:
         """Forget the sums of a backward, which may not have ended; keep those that processes have yet to average."""
         if self._unreduced is None:
@@ -84,6 +89,11 @@ class GradientSums:
         """Gradients that processes have yet to average were changed by others: do not compare them."""
         if self._unreduced is not None:
             self._unreduced = set()
+
+    def again(self, parameters: Mapping[str, Tensor]) -> None:
+        """Check some parameters once more."""
+        if not self._sharded:
+            self._waiting.update(parameters)
 
     def leave_out(self, parameters: Iterable[str]) -> None:
         """Do not wait for some parameters."""
@@ -135,7 +145,8 @@ class GradientSums:
     def _pairs(self, names: set[str]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """What was captured of each parameter, and what the backward has added to its `.grad`."""
         grads = self._own if self._hooked else {n: self._waiting[n].grad for n in names}
-        return {n: (self._sums.get(n), grads.get(n)) for n in names if self._waiting[n].requires_grad}
+        held = {n: p for n, p in self._waiting.items() if n in names and p.requires_grad}
+        return {n: (self._sums.get(n), grads.get(n)) for n, p in held.items() if not _used(p)}
 
     def _check_shards(self, names: set[str], averaging: Averaging | None) -> None:
         """Compare the mean over processes with this process's shards, where `.grad` is that mean."""
@@ -229,6 +240,11 @@ def _check_alike(sums: Mapping[str, Tensor], group: ProcessGroup) -> None:
                 f"norms, {norms}; expected the same everywhere. Give these processes the same batches; put a layer "
                 "that sees a part of each example into torch's SequenceParallel, or exclude it."
             )
+
+
+def _used(p: Tensor) -> bool:
+    """Whether a hook of the loop's has used the gradient within the backward (an optimizer that steps there)."""
+    return p.grad is None and bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def _dense(g: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What happened to the gradients between the last backward and the optimizer: clipping and unscaling, observed.
 
 Nobody has to say how a loop clips: a gradient that was clipped by norm, or unscaled, is a multiple of what the backward
-left in `.grad`, and the factor is a ratio of norms.
+left in `.grad`, and the factor is a ratio of norms: those of positive and negative entries apart, which tell its sign.
 """
 
 import sys
@@ -26,13 +26,14 @@ def dense(g: Tensor, cut: Piece | None = None) -> Tensor:
 
 
 def norms(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Norm of each gradient, in float32 or better, where it lies."""
+    """Norms [2] of the positive and of the negative entries of each gradient, in float32 or better, where it lies."""
     return {n: _norm(g.detach()) for n, g in grads.items()}
 
 
 def _norm(g: Tensor, cut: Piece | None = None) -> Tensor:
     values = g.coalesce().values() if g.is_sparse else g
-    norm = whole(torch.linalg.vector_norm(values, dtype=wide(g.dtype)))
+    signs = (values.clamp_min(0), values.clamp_max(0))
+    norm = torch.stack([whole(torch.linalg.vector_norm(x, dtype=wide(g.dtype))) for x in signs])
     return norm if cut is None or not cut.groups else added_up(norm.square(), cut).sqrt()
 
 
@@ -76,21 +77,23 @@ def clip_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], scale: fl
     """Clipping that turned gradients of some norms into gradients of others.
 
     Args:
-        before: Norms after the backward, by parameter.
-        after: Norms of the gradients that the optimizer uses.
+        before: What `norms` finds after the backward, by parameter.
+        after: The same of the gradients that the optimizer uses.
         scale: Loss scale, which the first still have and the second have not.
 
     Returns:
         The clipping, or None if the gradients are not one multiple of what they were, or not finite.
 
-    >>> five, ten = torch.tensor(5.0), torch.tensor(10.0)
+    >>> ten, five, turned = torch.tensor([[6.0, 8.0], [3.0, 4.0], [4.0, 3.0]])
     >>> clip_of({"w": ten}, {"w": five}, 1.0), clip_of({"w": ten, "b": ten}, {"w": five, "b": ten}, 1.0)
     (Clip(coefficient=0.5, norm=10.0), None)
+    >>> clip_of({"w": ten}, {"w": turned}, 1.0) is None
+    True
     """
     if not after or not before.keys() >= after.keys():
         return None
     read = fetched([norms[n].double() for norms in (before, after) for n in after])
-    first, second = read.unflatten(0, (2, -1))
+    first, second = read.unflatten(0, (2, -1)).flatten(1)
     total, left = float(first.norm()), float(second.norm())
     if total == 0:
         return Clip(1.0, 0.0) if left == 0 else None
@@ -107,17 +110,17 @@ def processes(model: nn.Module) -> int:
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
     """The `GradScaler` whose ``step`` has called the optimizer that steps now, if any."""
-    found = next((owner for owner in _callers() if isinstance(owner, torch.amp.GradScaler)), None)
+    found = next((owner for owner in callers() if isinstance(owner, torch.amp.GradScaler)), None)
     return found if found is not None and found.is_enabled() else None
 
 
 def accumulated_steps() -> int:
     """By how many steps ``Accelerator.backward`` divides the loss, if accelerate runs the optimizer that steps now."""
-    owner = next((owner for owner in _callers() if type(owner).__name__ == "AcceleratedOptimizer"), None)
+    owner = next((owner for owner in callers() if type(owner).__name__ == "AcceleratedOptimizer"), None)
     return 1 if owner is None else owner.gradient_state.num_steps
 
 
-def _callers() -> Iterator[Any]:
+def callers() -> Iterator[Any]:
     """The objects whose methods have led here, the latest first."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -227,7 +227,8 @@ def raise_on(errors: Mapping[str, str], *, coupled: bool = False) -> None:
         "or a layer whose first axis is not the example axis. Exclude these layers (exclude=) or change the loss."
         if coupled
         else "The layer does more than its rule says, its weight is used outside the layer's call (functional use, "
-        "layer.forward, a penalty on weights in the loss), a block under reentrant checkpointing has an input without "
+        "layer.forward, functional_call, a penalty on weights in the loss), a hook changes the parameter's gradient "
+        "(register_hook), a block under reentrant checkpointing has an input without "
         "gradient, or code compiled before the capture runs (torch._dynamo.reset()). Recompute the module around them "
         "(recompute=), exclude these layers (exclude=), pass a rule (rules=), or verify=False if you know better."
     )

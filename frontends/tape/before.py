@@ -1,6 +1,6 @@
 """What there is to know of a layer right before it runs, and is changed or out of reach once it has."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,26 @@ class Before:
     buffers: Sequence[tuple[Slot, Tensor, Tensor]] = ()
 
     @staticmethod
-    def of(layer: Layer, module: nn.Module, args: Any, kwargs: Any, names: Collection[str]) -> "Before":
-        """The layer now, with the accumulators of some of its parameters."""
+    def of(
+        layer: Layer,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        names: Mapping[str, str],
+        model: Mapping[str, Tensor],
+    ) -> "Before":
+        """The layer now.
+
+        Args:
+            layer: The layer.
+            module: Its module.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
+            names: Names by attribute of the parameters whose accumulators are to be found.
+            model: Parameters of the model by name, in whose place a module may hold other tensors for a call.
+        """
         own = {a: getattr(*owner(module, a)) for a in names}
+        own = {a: p if isinstance(p, nn.Parameter) else model.get(names[a], p) for a, p in own.items()}
         trained = {a: p for a, p in own.items() if isinstance(p, Tensor) and p.requires_grad}
         accumulators = {a: torch.autograd.graph.get_gradient_edge(p).node for a, p in trained.items()}
         if layer.rule is not None:

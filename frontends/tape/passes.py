@@ -75,6 +75,7 @@ class Pass:
         complete: Whether all calls of the pass are known when its backward starts: it was one call of the model.
         recomputed: Whether it was opened inside a backward, by activation checkpointing.
         derived: Whether its inputs depend on parameters that ran outside of it.
+        given: The tensors that its outermost calls were given.
         calls: Tapped layer calls, in forward order (of what reentrant checkpointing runs again, in that of backward).
         order: The order in which layers were first called in the forward pass, by path.
         silent: Whether tapped layers ran without gradient (reentrant checkpointing runs them again in backward).
@@ -92,6 +93,7 @@ class Pass:
     repeat: Repeat | None = None
     recomputed: bool = False
     derived: bool = False
+    given: list[Tensor] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)
     silent: bool = False
@@ -146,7 +148,7 @@ def open_pass(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     tensors = [x for x in found.values() if isinstance(x, Tensor)]
     inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
     derived = any(x.grad_fn is not None for x in tensors)
-    return Pass(None, inputs, complete, derived=derived)
+    return Pass(None, inputs, complete, derived=derived, given=[x.detach() for x in tensors])
 
 
 def input_key(x: Tensor) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from attrax.core import Leaf, materialized
 from attrax.core.pytree import tree_map
@@ -74,6 +75,16 @@ def slow_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Parametrized weights are computed anew, inside of `torch.nn.utils.parametrize.cached` too."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """One call of a module: its arguments without their tensors, and where examples lie in each tensor.
@@ -112,7 +123,12 @@ class Recorded:
         held = {owner(self.module, name): p for name, p in parameters.items()}
         if self.moment.random is not None:
             self.moment.random.restore()
-        with own_attributes(self.module), own_buffers(self.module, self.moment.buffers), replaced(held):
+        with (
+            own_attributes(self.module),
+            own_buffers(self.module, self.moment.buffers),
+            replaced(held),
+            uncached(),
+        ):
             return tapped(self.module(*args, **kwargs))
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -31,7 +31,15 @@ from attrax.frontends.tape.layout import EXAMPLES, Layout, Packing
 from attrax.frontends.tape.passes import Call, Pass, again, flatten, input_key, open_pass, repeat
 from attrax.frontends.tape.placing import LayoutError, Placing
 from attrax.frontends.tape.recompute import with_tapped
-from attrax.frontends.tape.taps import Tap, accumulates, in_backward, marked, origins, saved_inputs
+from attrax.frontends.tape.taps import (
+    Tap,
+    accumulates,
+    in_backward,
+    marked,
+    origins,
+    refuse_transforms,
+    saved_inputs,
+)
 from attrax.frontends.tape.tensor_parallel import Holds, tensor_parallel
 
 
@@ -52,6 +60,7 @@ class Tape:
         check: Whether to check once that rows of layers are examples.
         together: Whether forward passes of the model wait for other processes: its parameters are spread over them.
         holds: What leaves are of layers that are cut over processes.
+        parameters: The model's parameters by name, as far as modules may hold other tensors in their place.
     """
 
     model: nn.Module
@@ -66,6 +75,7 @@ class Tape:
     check: bool = False
     together: bool = False
     holds: Holds = "whole"
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parallel = tensor_parallel(self.model, self.layers, self.holds)
@@ -193,6 +203,7 @@ class Tape:
             )
         if earlier:
             earlier[0].complete = False
+            earlier[0].given += [x.detach() for x in inputs]
             return earlier[0]
         run = open_pass(module, args, kwargs, complete=module is self.model)
         run.recomputed = in_backward()
@@ -311,8 +322,9 @@ class Tape:
 
     def _ready(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.listening and torch.is_grad_enabled():
-            names = () if self._own is not None else self._names[layer.key]
-            self._before[layer.key] = Before.of(layer, module, args, kwargs, names)
+            refuse_transforms(layer.path)
+            names = {} if self._own is not None else self._names[layer.key]
+            self._before[layer.key] = Before.of(layer, module, args, kwargs, names, self.parameters)
 
     # Backward: gradients arrive, groups are delivered, and the end of the backward finishes its passes.
 
@@ -404,6 +416,7 @@ class Tape:
             self.finish(runs, missed)
             for run in runs:
                 run.reset()
+                run.notes.scale, run.notes.outside = None, False
 
     def _abandon(self) -> None:
         """Forget a backward that did not end."""

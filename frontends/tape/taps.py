@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from attrax.core import tree_map
@@ -123,6 +124,20 @@ def marked(output: Any, run: Pass, tape: "Tape") -> Any:
     for each in fields(output):
         object.__setattr__(output, each.name, tree_map(mark, getattr(output, each.name)))
     return output
+
+
+def refuse_transforms(path: str) -> None:
+    """Refuse a call of a layer under `torch.func` or forward-mode differentiation, which taps are not made for.
+
+    Raises:
+        RuntimeError: Saying what to do.
+    """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"capture: layer '{path}' was called under a transform of torch.func (vmap, grad, jacrev, jvp) or forward "
+            "mode differentiation, where a capture cannot follow its examples. Put calls that only measure into "
+            "paused() of the capture, and train with a plain call of the model."
+        )
 
 
 def in_backward() -> bool:
