@@ -327,6 +327,8 @@ class Capture:
                 callback(event)
             if self._sums is not None:
                 self._sums.spoiled()
+        if not (self.sinks or self.before_step):  # nobody receives what they hold
+            blocks = [Block(GradTree({} if x.directions is None else x.leaves), x.examples) for x in found]
         if len(changes) > 1:
             raise RuntimeError(
                 "capture: two functions of after_backward= have changed the gradients of one backward, each as if it "

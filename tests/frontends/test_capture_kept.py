@@ -1,6 +1,7 @@
 """Blocks keep their numbers while training writes to the memory that they were captured from."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attrax.frontends import capture
+from attrax.frontends import BackwardEvent, capture
 
 from .models import MLP, VOCAB, seeded
 from .oracle import assert_gradients, block_gradients, one_by_one
@@ -107,7 +108,20 @@ def given_gradient(model: Any, x: Tensor) -> None:
 def test_writes_to_what_blocks_hold_are_told(write: Callable[[nn.Module, Tensor], None], rng):
     model = seeded(MLP)
     moving = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture(model, loss="sum"):
+    with capture(model, loss="sum", sinks=[lambda block: None]):
         write(model, torch.randn(3, 4, generator=rng, dtype=torch.float64))
         with pytest.warns(RuntimeWarning, match=r"step 0 hold memory that was written to .*'last.weight'"):
             moving.step()
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_gradients_that_nobody_receives_are_not_held_until_the_step(rng, received):
+    model, seen = seeded(MLP), list[Any]()
+
+    def look(event: BackwardEvent) -> None:
+        seen.extend(weakref.ref(leaf.g) for _, leaf in event.blocks[0].grads.items())
+
+    sinks: Any = [lambda block: None] if received else []
+    with capture(model, sinks=sinks, after_backward=[look], loss="sum"):
+        squares(model, {"x": torch.randn(3, 4, generator=rng, dtype=torch.float64)}).backward()
+        assert seen and [x() is not None for x in seen] == [received] * len(seen)
