@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 """What a store can hold, by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Lying:
     """Where an array lies in a stretch.
 
@@ -211,13 +211,9 @@ def _lying(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Lying:
 
 
 def _alike(arrays: Sequence[Lying]) -> Iterator[Alike]:
-    start = 0
-    while start < len(arrays):
-        first, stop = arrays[start], start + 1
-        apart = arrays[stop].at - first.at if stop < len(arrays) else 0
-        while stop < len(arrays) and arrays[stop] == replace(first, at=first.at + (stop - start) * apart):
-            stop += 1
-        shape, size = first.shape, first.dtype.itemsize
+    """Runs of arrays of one dtype and shape; as each begins at the next aligned place, their distances are equal."""
+    for (dtype, shape), same in groupby(arrays, key=lambda x: (x.dtype, x.shape)):
+        first, *others = (x.at // dtype.itemsize for x in same)
+        apart = others[0] - first if others else 0
         steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        yield Alike(first.dtype, (stop - start, *shape), (apart // size, *steps), first.at // size)
-        start = stop
+        yield Alike(dtype, (1 + len(others), *shape), (apart, *steps), first)

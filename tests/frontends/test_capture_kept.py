@@ -114,14 +114,14 @@ def test_writes_to_what_blocks_hold_are_told(write: Callable[[nn.Module, Tensor]
             moving.step()
 
 
-@pytest.mark.parametrize("received", [False, True])
+@pytest.mark.parametrize("received", ["", "sinks", "before_step"])
 def test_gradients_that_nobody_receives_are_not_held_until_the_step(rng, received):
     model, seen = seeded(MLP), list[Any]()
 
     def look(event: BackwardEvent) -> None:
         seen.extend(weakref.ref(leaf.g) for _, leaf in event.blocks[0].grads.items())
 
-    sinks: Any = [lambda block: None] if received else []
-    with capture(model, sinks=sinks, after_backward=[look], loss="sum"):
+    to: Any = {received: [lambda block: None]} if received else {}
+    with capture(model, **to, after_backward=[look], loss="sum"):
         squares(model, {"x": torch.randn(3, 4, generator=rng, dtype=torch.float64)}).backward()
-        assert seen and [x() is not None for x in seen] == [received] * len(seen)
+        assert seen and [x() is not None for x in seen] == [bool(received)] * len(seen)
