@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from attrax.core import GradTree, collect, stored
+from attrax.core import Block, GradTree, collect, stored
 from attrax.frontends import capture, live
 from tests.frontends.oracle import assert_gradients, block_gradients, captured, one_by_one
 
@@ -224,6 +224,20 @@ def test_state_of_modules_is_that_of_training_without_capture(make: Callable[[],
                 optimizer.step()
         ends.append(torch.cat([v.double().flatten() for v in [x, *model.state_dict().values()]]))
     assert torch.equal(*ends)
+
+
+def test_buffers_that_a_call_changes_are_those_before_it_in_its_gradient() -> None:
+    """A step of spectral norm's power iteration, from random vectors: against the gradient that training uses."""
+    model, blocks = (
+        nn.Sequential(seeded(lambda: parametrizations.spectral_norm(nn.Linear(3, 3)))),
+        list[Block](),
+    )
+    model.double().train()
+    with capture(model, loss="sum", sinks=[blocks.append]):
+        model(inputs(3, 5, 3)).sin().sum().backward()
+    for name, found in stored(blocks[0].grads).items():
+        right = model.get_parameter(name).grad
+        assert right is not None and torch.allclose(found.sum(0), right, rtol=1e-10, atol=1e-12)
 
 
 def test_a_parameter_under_reentrant_checkpointing_is_differentiated_apart() -> None:
