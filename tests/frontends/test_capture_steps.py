@@ -155,7 +155,8 @@ def test_a_block_is_there_as_soon_as_its_step_is_taken(rng):
         assert len(blocks) == 1
 
 
-def test_optimizers_inside_the_backward(rng):
+@pytest.mark.parametrize("verify", [True, False])
+def test_optimizers_inside_the_backward(rng, verify):
     """One optimizer a parameter, run by the parameter's own hook while the backward goes on."""
     model, blocks = seeded(MLP), []
 
@@ -170,7 +171,7 @@ def test_optimizers_inside_the_backward(rng):
 
     for p in model.parameters():
         attach(p)
-    with capture(model, sinks=[blocks.append], loss="sum", verify=False):
+    with capture(model, sinks=[blocks.append], loss="sum", verify=verify):
         for _ in range(3):
             sum_ce(model, classes(rng)).backward()
     assert [(b.examples.step, b.examples.learning_rate) for b in blocks] == [(k, 0.1) for k in range(3)]

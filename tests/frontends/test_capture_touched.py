@@ -124,26 +124,6 @@ def test_hooks_on_parameters_are_told_once(attach: Callable[[nn.Parameter], None
         moving.step()
 
 
-def test_optimizers_inside_the_backward_leave_nothing_to_check(rng):
-    model, blocks = seeded(MLP), []
-
-    def attach(p: nn.Parameter) -> None:
-        moving = SGD([p], lr=0.1)
-
-        def step(p: Tensor) -> None:
-            moving.step()
-            moving.zero_grad()
-
-        p.register_post_accumulate_grad_hook(step)
-
-    for p in model.parameters():
-        attach(p)
-    with capture(model, sinks=[blocks.append], loss="sum"):
-        for _ in range(2):
-            sum_ce(model, classes(rng)).backward()
-    assert [(b.examples.step, b.examples.learning_rate) for b in blocks] == [(0, 0.1), (1, 0.1)]
-
-
 class Own(torch.optim.Optimizer):
     """An optimizer that makes its own rates, as Hugging Face's Adafactor does."""
 
