@@ -327,7 +327,7 @@ class Capture:
                 callback(event)
             if self._sums is not None:
                 self._sums.spoiled()
-        if not (self.sinks or self.before_step):  # nobody receives what they hold
+        if not (self.sinks or self.before_step or self.transform):  # nobody receives what they hold
             blocks = [Block(GradTree({} if x.directions is None else x.leaves), x.examples) for x in found]
         if len(changes) > 1:
             raise RuntimeError(

@@ -125,3 +125,11 @@ def test_gradients_that_nobody_receives_are_not_held_until_the_step(rng, receive
     with capture(model, **to, after_backward=[look], loss="sum"):
         squares(model, {"x": torch.randn(3, 4, generator=rng, dtype=torch.float64)}).backward()
         assert seen and [x() is not None for x in seen] == [bool(received)] * len(seen)
+
+
+def test_a_transform_sees_what_callbacks_have_left_without_a_sink(rng):
+    """It may keep what it needs, such as statistics."""
+    model, seen = seeded(MLP), set[str]()
+    with capture(model, transform=lambda name, _: seen.add(name), after_backward=[print], loss="sum"):
+        squares(model, {"x": torch.randn(3, 4, generator=rng, dtype=torch.float64)}).backward()
+    assert seen == {"first.weight", "second.weight", "last.weight"}
